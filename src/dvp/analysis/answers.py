@@ -1,7 +1,7 @@
-"""The numbers and tables that stand in the documentation: filled in from what is kept, never typed.
+"""Fill the numbers and tables of the documentation from the kept results, so that none is typed by hand.
 
-In a page `<!--=NAME-->…<!--/-->` holds what docs/numbers.yaml calls NAME: a number with its 95 % interval, a table, the
-table of answers, or the count of verdicts. `dvp redraw` writes what stands between.
+In a page `<!--=NAME-->…<!--/-->` encloses the entry NAME of docs/numbers.yaml: a number with its 95 % interval, a
+table, the table of answers, or the count of verdicts. `dvp redraw` writes the text between the marks.
 """
 
 import math
@@ -22,12 +22,12 @@ MARK = re.compile(r"<!--=(?P<name>[a-z0-9_]+)-->(?P<text>.*?)<!--/-->", re.DOTAL
 
 
 def _digits(value: float) -> str:
-    """Write two digits, or whole numbers."""
+    """Format with two digits, or as a whole number from 10 on."""
     return f"{value:.0f}" if abs(value) >= 10 else re.sub(r"e-0?", "e-", f"{value:#.2g}")
 
 
 def _tenths(value: float) -> str:
-    """Write one decimal; of a value that this would round to zero, the first digit, so that its sign is seen."""
+    """Format with one decimal; a value that this would round to zero keeps its first digit, to show its sign."""
     return f"{value:.1f}" if abs(value) >= 0.05 or value == 0 else f"{float(f'{value:.1g}'):.9f}".rstrip("0")
 
 
@@ -51,13 +51,13 @@ class Number(NamedTuple):
 
 
 class Answers:
-    """What docs/numbers.yaml names, of the results kept below a folder.
+    """The entries of docs/numbers.yaml, made from the results that are kept below a folder.
 
     Args:
         declared: docs/numbers.yaml: `results` (the folder), `views` (keys used again and again), `numbers`, `tables`,
             `answers`.
         results: the folder with EXPERIMENT/report/estimates.parquet.
-        claims: as `evidence.answer` gives them.
+        claims: the claims in the result of `evidence.answer`.
     """
 
     def __init__(self, declared: dict[str, Any], results: Path, claims: list[dict[str, Any]]) -> None:
@@ -66,7 +66,7 @@ class Answers:
         self.statistics: dict[str, list[Statistic]] = {}
 
     def text(self, name: str) -> str:
-        """What stands between the marks. Raises DvpError for what is not declared, or not as it should be."""
+        """Return the text between the marks of an entry. Raises DvpError if it is not declared, or malformed."""
         try:
             if name in ("status", "answers"):
                 return self._status() if name == "status" else self._answers()
@@ -78,7 +78,10 @@ class Answers:
             raise DvpError(f"{NUMBERS}: {name}: {expected}; {type(error).__name__}: {error}") from None
 
     def number(self, name: str, asked: dict[str, Any], *, table: bool = False) -> Number:
-        """Write one number with its interval; in a table with a plus sign and without its unit."""
+        """Format one number with its interval; in a table without its unit, and a gain in pp with a plus sign.
+
+        `asked` has the keys of an entry of `numbers`. Raises DvpError unless exactly one estimate fits it.
+        """
         view = self.declared["views"][asked["view"]] if "view" in asked else {}
         asked = view | {key: value for key, value in asked.items() if key != "view"}
         experiment, quantity = asked.pop("experiment"), asked.pop("quantity")
@@ -105,7 +108,7 @@ class Answers:
         return Number(text.replace("-", "−"), low, high, unit, one)
 
     def _table(self, name: str, table: dict[str, Any]) -> str:
-        """Rows and columns by their headings; a cell asks for what table, column and row say together."""
+        """Write a Markdown table; a cell's number is declared by its table, column and row together."""
         rows = []
         for label, row in table["rows"].items():
             cells = []
@@ -139,7 +142,7 @@ class Answers:
 
 
 def _over(one: Statistic) -> str:
-    """Over what its interval is: base models, training seeds, or problem sets."""
+    """Say what an interval is over: base models, training seeds, or problem sets."""
     if models := re.search(r"over (\d+ base models)", one.how):
         return models[1]
     trained, sets = re.search(r"(\d+) training seeds", one.how), re.search(r"over (\d+) seeds", one.how)
@@ -151,17 +154,17 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def fill(page: str, answers: Answers) -> str:
-    """A page with what stands between its marks written anew."""
+    """Return a page with the text between its marks replaced."""
     return MARK.sub(lambda mark: f"<!--={mark['name']}-->{answers.text(mark['name'])}<!--/-->", page)
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages that may have marks, below the folder that holds docs/."""
+    """List the pages that may have marks, below the folder that holds docs/."""
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def read(docs: Path, results: Path, claims: list[dict[str, Any]]) -> Answers:
-    """docs/numbers.yaml. Raises DvpError."""
+    """Read docs/numbers.yaml. Raises DvpError if it does not have the expected keys."""
     declared = read_yaml(docs / NUMBERS)
     if set(declared) != {"results", "views", "numbers", "tables", "answers"}:
         found = ", ".join(declared)

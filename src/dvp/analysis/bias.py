@@ -1,5 +1,5 @@
-"""The stage `bias`, pooled over seeds: bias and variance of the gradient estimators, and their variance by baseline and
-position in the response, with how well OTB's proxy orders true norms.
+"""Pool the stage `bias` over seeds: bias and variance of the gradient estimators, their variance by baseline and
+position in the response, and how well OTB's proxy ranks the true norms.
 """
 
 import math
@@ -39,29 +39,30 @@ KEPT = {
     "reward": "fraction",
 }
 CHANGES = ("squared_bias", "variance")
-# Of the sequence weights behind a paired bias: which seed's is told. The worst one's, as it decides.
+# Diagnostics of the sequence weights behind a paired bias: how seeds are combined. The worst seed decides.
 WEIGHTS = {"weight_ess": "min", "weight_largest_share": "max", "weight_mean": "mean"}
 
 
 class Places:
-    """What is measured of the estimators, by place and seed."""
+    """Measured values of the estimators, and their jackknife replicates, by coordinates and seed."""
 
     def __init__(self, experiment: Experiment, reader: Reader, places: list[dict[str, str]], values: str, parts: str):
-        """`values`, `parts` : the names of the reader's tables of values, and of those without a batch."""
+        """Index two of the reader's tables: `values`, and `parts`, the values with one batch left out."""
         self.experiment, self.seeds, index = experiment, experiment.seeds, [*places[0], "seed"]
         self.values, self.jackknife = (reader.bias[name].set_index(index).sort_index() for name in (values, parts))
 
     def rows(self, where: dict[str, str]) -> pd.DataFrame:
-        """A row a seed."""
+        """Return the values at some coordinates, one row per seed."""
         return self.values.loc[tuple(where.values())].loc[self.seeds]
 
     def without_batches(self, where: dict[str, str], seed: int) -> pd.DataFrame:
+        """Return a seed's values at some coordinates, one row per batch left out."""
         return self.jackknife.loc[(*where.values(), seed)]
 
     def pooled(
         self, where: dict[str, str], measured: dict[str, tuple[str, str, bootstrap.Scale]]
     ) -> Iterator[Statistic]:
-        """Of each statistic in `measured` (column, unit, scale of its interval), where it is defined."""
+        """Pool each statistic in `measured` (column, unit, scale of its interval) over seeds, if it is defined."""
         rows = self.rows(where)
         for name, (column, unit, scale) in measured.items():
             numbers = pooled(rows[column], rows[f"{column}_se"], scale)
@@ -70,15 +71,15 @@ class Places:
 
 
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Of every estimator at every policy and engine, pooled over seeds: ESTIMATED, and its CHANGES by pruning.
+    """Yield bias and variance of every estimator at every policy and engine, pooled over seeds.
 
-    NAME_change is against the same correction without safe vocabulary, where there is one. Value and interval as of
-    `pooled`. What is not defined, as a cosine may be, is left out.
+    ESTIMATED, with values and intervals by `pooled`; those that are not defined, as a cosine may be, are left out.
 
-    And PAIRED (dvp.measurement.files), left out where the sequence weights of any seed have an ESS below
-    SMALLEST_ESS: the mean over seeds, with a t interval over seeds from three on, else over batches. Where those are,
-    weight_mean and weight_mean_pruned, the mean of these weights: below 1 the engine does not reach all that the
-    trainer samples.
+    NAME_change of CHANGES: against the same correction without safe vocabulary, if there is one.
+
+    PAIRED (dvp.measurement.files), left out where the sequence weights of any seed have an ESS below SMALLEST_ESS: the
+    mean over seeds, with a t interval over seeds from three on, else over batches. With each, weight_mean or
+    weight_mean_pruned, the mean of these weights: below 1 the engine does not reach all that the trainer samples.
 
     Without an interval: estimator_NAME of KEPT and WEIGHTS, estimator_response_tokens (of the reference), batches and
     empty_batches.
@@ -100,8 +101,9 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
 def _compared(
     places: Places, where: dict[str, str], other: dict[str, str], column: str, *, logarithmic: bool = False
 ) -> tuple[float, float, float]:
-    """A column minus that of another place, from the same samples (paired), pooled over seeds; or their ratio, the
-    geometric mean with the interval of its logarithm.
+    """Compare a column at two places, paired by the same samples and pooled over seeds: their difference.
+
+    If `logarithmic`, their ratio instead: the geometric mean over seeds, with the interval of its logarithm.
     """
 
     def scaled(table: pd.DataFrame) -> pd.DataFrame:
@@ -118,11 +120,11 @@ def _compared(
 
 
 def variances(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Of every estimator at every policy, engine and position, pooled over seeds: BY_POSITION and RATIOS; and of every
-    policy and position proxy_rank_correlation and proxy_tokens.
+    """Yield the gradient's variance of every estimator at every policy, engine and position, pooled over seeds.
 
-    A ratio is to the same correction and safe vocabulary with RLOO's baseline, where that is compared too: the
-    geometric mean over seeds, its interval that of the logarithm. What is not defined is left out.
+    BY_POSITION, and RATIOS to the same correction and safe vocabulary with RLOO's baseline, if that is compared too:
+    the geometric mean over seeds, its interval that of the logarithm. Per policy and position also
+    proxy_rank_correlation and proxy_tokens. Statistics that are not defined are left out.
     """
     every = variance_places(experiment)
     places = Places(experiment, reader, every, "variance", "variance_jackknife")
@@ -135,7 +137,7 @@ def variances(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
                 numbers = _compared(places, where, where | {"method": partner}, column, logarithmic=True)
                 if math.isfinite(numbers[0]):
                     yield Statistic(name, where, *numbers, "ratio", how, tuple(places.rows(where)["source"]))
-    # The trainer's own policy wrote the tokens: the same, and the same numbers, whatever engine is measured beside it.
+    # The trainer's own policy sampled the tokens, so that the numbers are the same for every engine.
     proxy = reader.bias["proxy"][reader.bias["proxy"]["engine"] == experiment.bias.engines[0]]
     for (policy, position), rows in proxy.groupby(["policy", "position"], sort=False):
         where, sources = {"policy": policy, "position": position}, tuple(rows["source"])
@@ -147,7 +149,7 @@ def variances(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
 
 
 def over_problems(experiment: Experiment, mean: str = "mean") -> str:
-    """What a number of this stage is, and how its interval is made, in words."""
+    """Say in words what a number of this stage is, and how its interval is made."""
     count = len(experiment.seeds)
     over = "one seed" if count == 1 else f"the {mean} over {count} seeds (each with problems of its own)"
     return f"{over}; {spread_text(count)}"
@@ -156,7 +158,7 @@ def over_problems(experiment: Experiment, mean: str = "mean") -> str:
 def _paired_statistics(where: dict[str, str], rows: pd.DataFrame) -> Iterator[Statistic]:
     sources = tuple(rows["source"])
     for name, ess in PAIRED.items():
-        if (rows[ess] >= SMALLEST_ESS).all():  # NaN, as of ∇J_mp without a safe vocabulary, is not
+        if (rows[ess] >= SMALLEST_ESS).all():  # false for NaN, such as ∇J_mp's without a safe vocabulary
             numbers, over = over_seeds(list(rows[name])), f"{len(rows)} seeds"
             if not bootstrap.covers_seeds(rows.index):
                 quantile = float(stats.t.ppf((1 + LEVEL) / 2, int((rows["batches"] - 1).sum())))
@@ -183,7 +185,7 @@ def _others(where: dict[str, str], rows: pd.DataFrame) -> Iterator[Statistic]:
 
 
 def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
-    """Policy, engine, task if any, method and ρ of everything that the stage `bias` measures, as statistics name it."""
+    """List the coordinates of all that the stage `bias` measures: policy, engine, task if any, method and ρ."""
     settings = experiment.bias
     return [
         {"policy": policy if policy == "base" else policy.path, "engine": engine}
@@ -196,7 +198,7 @@ def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
 
 
 def variance_places(experiment: Experiment) -> list[dict[str, str]]:
-    """Policy, engine, method, ρ and position of everything that is measured, as statistics name it."""
+    """List the coordinates of all that is measured by position: those of `estimator_places`, and position."""
     return [
         where | {"position": position}
         for where in estimator_places(experiment)
@@ -205,7 +207,7 @@ def variance_places(experiment: Experiment) -> list[dict[str, str]]:
 
 
 def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:
-    """Standard error of a difference, by the jackknife over what both share."""
+    """Return the standard error of a difference, by the jackknife over the batches that both share."""
     batches = ["sample", "batch"]
     differences = own.set_index(batches)[name] - other.set_index(batches)[name]
     return math.sqrt(sum((len(part) - 1) * part.var(ddof=0) for _, part in differences.groupby("sample")))

@@ -1,9 +1,9 @@
-"""The bias of the gradient estimators against the length of responses: what of the stage `bias` with several tasks.
+"""Relate the bias of the gradient estimators to the length of responses, from a stage `bias` with several tasks.
 
-Everything is a function of sums over seeds: of squared biases and of |g|². Where the weights of an engine allow it at
+Everything is a function of sums over seeds: of squared biases and of |g|². If the weights of an engine allow it at
 every task, squared biases are paired with the exact gradient by the same samples (dvp.measurement.paired_bias);
-elsewhere they are against other samples of it (dvp.measurement.estimator_bias), which is noisier. Intervals leave out
-a seed at a time.
+otherwise they are against other samples of it (dvp.measurement.estimator_bias), which is noisier. Intervals are by the
+jackknife over seeds.
 
 Shape suffixes: R replicates, the value first; S seeds; L tasks, in the order of their responses' length.
 """
@@ -27,29 +27,29 @@ RELATIVE, ABSOLUTE = "bias_exponent", "absolute_bias_exponent"
 REMOVED, REMOVED_SLOPE = "bias_removed", "bias_removed_per_doubling"
 SMALLEST = "weight_ess_smallest"
 SHORTEST_SPAN = 1.5
-"""Of the longest responses' mean length over the shortest: below it no slope says anything about length."""
+"""The smallest usable ratio of the longest to the shortest mean length: below it a slope says nothing about length."""
 
 
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Of every estimator at every policy and engine, with sums over seeds:
+    """Yield the bias of every estimator at every policy and engine by task, and its slopes on the response length.
 
-    relative_bias, Σ |E ĝ − ∇J|² / Σ |g|² of each task, and bias_exponent, the slope of its logarithm on that of the
-    length by least squares over the tasks; absolute_bias_exponent, the same of Σ |E ĝ − ∇J|² alone; bias_removed of
-    each task, 1 − Σ |E ĝ − ∇J|² / that of the same correction without safe vocabulary, and bias_removed_per_doubling,
-    its slope on log₂ of the length.
+    With sums Σ over seeds: relative_bias, Σ |E ĝ − ∇J|² / Σ |g|² of each task, and bias_exponent, the slope of its
+    logarithm on that of the length by least squares over the tasks; absolute_bias_exponent, the slope for
+    Σ |E ĝ − ∇J|² alone; bias_removed of each task, 1 − Σ |E ĝ − ∇J|² / that of the same correction without safe
+    vocabulary, and bias_removed_per_doubling, its slope on log₂ of the length.
 
-    Of an engine at which the sequence weights of any task and seed have an ESS below SMALLEST_ESS no bias is paired:
-    two kinds of estimates in one slope would compare their noise. No slope is given where lengths span less than
-    SHORTEST_SPAN, or where a logarithm is not defined.
+    If the sequence weights of any task and seed have an ESS below SMALLEST_ESS at an engine, none of its biases is
+    paired: two kinds of estimates in one slope would compare their noise. No slope is given if lengths span less than
+    SHORTEST_SPAN, or if a logarithm is not defined.
 
-    weight_ess_smallest: that ESS. And of each task response_tokens and reward, means over a policy's own responses.
+    weight_ess_smallest is that ESS. Per policy and task also response_tokens and reward, means over its own responses.
     """
     places = estimator_places(experiment)
     table = reader.bias["estimators"].set_index([*places[0], "seed"]).sort_index()
     for place in places:
         if place["task"] == experiment.bias.tasks[0]:
             yield from _estimator(experiment, table, place)
-    # Of the trainer's own samples, which are the same whatever engine is measured beside it.
+    # From the trainer's own samples, which are the same for every engine.
     first = reader.bias["estimators"][reader.bias["estimators"]["engine"] == experiment.bias.engines[0]]
     first = first.drop_duplicates(["policy", "task", "seed"])
     for (policy, task), rows in first.groupby(["policy", "task"], sort=False):
@@ -60,21 +60,21 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
 
 
 def _estimator(experiment: Experiment, table: pd.DataFrame, place: dict[str, str]) -> Iterator[Statistic]:
-    """Of one estimator, `place` with any task, over all of them."""
+    """Yield the statistics of one estimator over all tasks; `place` is its coordinates at any one of them."""
     count, covered = len(experiment.seeds), bootstrap.covers_seeds(experiment.seeds)
     draws = bootstrap.draws(count, 1, 1, 0, shared=False)
     over = f"jackknife over {count} seeds, quantiles of t" if covered else "no interval"
     rows, where = _rows(experiment, table, place), {key: value for key, value in place.items() if key != "task"}
     tokens_L = np.array([own["response_tokens"].mean() for own in rows.values()])
     sources = tuple(source for own in rows.values() for source in own["source"])
-    # Of the samples without a safe vocabulary: the same for every estimator of an engine.
+    # These weights belong to the samples without a safe vocabulary, the same for every estimator of an engine.
     smallest_ess = min(own["weight_ess"].min() for own in rows.values())
     column, samples = "squared_bias", "other"
     if smallest_ess >= SMALLEST_ESS:
         column, samples = "paired_squared_bias", "the same"
 
     def sums(rows: dict[str, pd.DataFrame]) -> np.ndarray:
-        """Of the squared bias, |E ĝ − ∇J|², not over |g|²; (R, L)."""
+        """Sum the squared bias |E ĝ − ∇J|², not relative to |g|², over seeds; (R, L)."""
         return draws.count_RU @ np.array([own[column] * own["squared_norm"] for own in rows.values()]).T
 
     def statistic(name: str, where: dict[str, str], value_R: np.ndarray, unit: str, how: str) -> Iterator[Statistic]:
@@ -87,10 +87,10 @@ def _estimator(experiment: Experiment, table: pd.DataFrame, place: dict[str, str
     bias_RL, norm_RL = sums(rows), draws.count_RU @ np.array([own["squared_norm"] for own in rows.values()]).T
     partner, removed_RL = estimator_counterpart(experiment, place["method"], "unpruned"), None
     if partner is not None:
-        # Not defined where what it is taken off is not estimated above 0.
+        # Not defined where the partner's bias, the denominator, is not estimated above 0.
         theirs_RL = sums(_rows(experiment, table, place | {"method": partner, "rho": "none"}))
         removed_RL = 1 - bias_RL / np.where(theirs_RL > 0, theirs_RL, np.nan)
-    # Intervals are plain ones: an unbiased estimate of a square may lie below 0, and its interval hold 0.
+    # Intervals are on the plain scale, as an unbiased estimate of a square may be negative and its interval include 0.
     for index, task in enumerate(rows):
         of_task, how = where | {"task": task}, "Σ |E ĝ − ∇J|² / Σ |g|² over seeds"
         yield from statistic("relative_bias", of_task, bias_RL[:, index] / norm_RL[:, index], "of |g|²", how)
@@ -108,7 +108,7 @@ def _estimator(experiment: Experiment, table: pd.DataFrame, place: dict[str, str
 
 
 def _rows(experiment: Experiment, table: pd.DataFrame, place: dict[str, str]) -> dict[str, pd.DataFrame]:
-    """Of an estimator by task, the one with the shortest responses first: a row a seed."""
+    """Return an estimator's rows, one per seed, by task; the task with the shortest responses first."""
     rows = {
         task: table.loc[tuple((place | {"task": task}).values())].loc[experiment.seeds]
         for task in experiment.bias.tasks
@@ -117,7 +117,7 @@ def _rows(experiment: Experiment, table: pd.DataFrame, place: dict[str, str]) ->
 
 
 def _slope(value_RL: np.ndarray, tokens_L: np.ndarray) -> np.ndarray:
-    """Least squares on log T, (R,)."""
+    """Return the slope on the logarithm of the length by least squares, (R,)."""
     centred_L = np.log(tokens_L) - np.log(tokens_L).mean()
     return value_RL @ centred_L / (centred_L @ centred_L)
 

@@ -1,4 +1,4 @@
-"""The two kinds of figure that nearly all are of: intervals in rows, and lines with their intervals in facets.
+"""Draw the two kinds of figure: intervals in rows, and lines with their intervals in facets.
 
 Both draw a table of estimates and series (dvp.analysis.figures.as_drawn) as shown.yaml declares, which lists the keys.
 """
@@ -25,12 +25,12 @@ from dvp.analysis.points import BASE
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import parse_rho
 
-STEP = 0.22  # of a row's height, between its marks
-BELOW = 30.0  # times below the lowest value a logarithmic axis ends at most; intervals that reach zero leave it there
+STEP = 0.22  # distance between the marks of a row, in row heights
+BELOW = 30.0  # factor below the lowest value at which a logarithmic axis ends if an interval reaches zero
 ZERO = 1e-300
-FEW = 5  # points of a line that are marked, so that a single one is seen
-MOST_WITH_SEEDS = 8  # lines of a panel, above which their seeds would hide them
-DODGE = 0.04  # of an axis, over which the bars of lines stand side by side
+FEW = 5  # a line of fewer points has markers, so that a single point is seen
+MOST_WITH_SEEDS = 8  # lines in a panel; with more, their seeds would hide them
+DODGE = 0.04  # share of an axis over which bars of several lines are spread
 LEVELS = ((0, (4, 1.5)), (0, (1, 1.5)), "-.")
 RING = {"marker": "o", "markersize": 11, "color": "none", "markeredgecolor": DARK, "markeredgewidth": 1}
 VERTICAL = {"color": "#707070", "linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
@@ -45,7 +45,7 @@ Handles = dict[str, Line2D]
 
 
 def intervals(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figure:
-    """A row a model or estimator, a column of panels a quantity."""
+    """Draw one row per model or estimator, and one column of panels per quantity."""
     panels = present(shown, table)
     drawn = table[table["quantity"].isin(quantities(panels))]
     facets, columns = combinations(drawn, shown.get("facet", [])), combinations(drawn, shown.get("columns", []))
@@ -66,7 +66,7 @@ def intervals(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figur
         grid = figure.subplots(len(facets), len(cells), squeeze=False, sharey=True)
         for (row, facet), (column, (panel, of)) in itertools.product(enumerate(facets), enumerate(cells)):
             axes, own = grid[row, column], matching(table, facet | of)
-            # Engines can be compared.
+            # Panels of a quantity share the axis, so that facets can be compared.
             if axes is not (first := grid[0, panels.index(panel)]):
                 axes.sharex(first)
             for place, one in enumerate(rows[keys].to_dict("records")):
@@ -87,7 +87,7 @@ def intervals(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figur
 
 
 def _row(axes: Axes, height: int, looks: Looks, panel: dict[str, Any], own: pd.DataFrame, handles: Handles) -> None:
-    """Its marks below one another: quantities by marker, what is sampled at ρ hollow."""
+    """Draw a row's marks below one another: the marker shows the quantity, and is hollow if sampled at ρ."""
     by, seeds = panel.get("colour", "method"), own[own["quantity"] == panel.get("seeds")]
     own = own[own["quantity"].isin(panel["quantity"])]
     policies = own_policies(looks.experiment) if panel.get("ring") else []
@@ -115,10 +115,10 @@ def _row(axes: Axes, height: int, looks: Looks, panel: dict[str, Any], own: pd.D
 
 
 def lines(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figure:
-    """A facet a combination of coordinates, or a panel a quantity in each of them."""
+    """Draw one facet per combination of coordinates, with one panel per quantity."""
     panels = present(shown, table)
     facets = _facets(looks, shown, table)
-    # Facets of one quantity are wrapped; of several each has rows of its own.
+    # Facets of a single quantity are wrapped; with several quantities each facet starts a row.
     rows = [[(facet, panel) for panel in panels] for facet in facets]
     rows = [list(itertools.chain(*rows))] if len(panels) == 1 else rows
     across = shown.get("across", 3)
@@ -148,7 +148,10 @@ def lines(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> Figure:
 
 
 def _facets(looks: Looks, shown: dict[str, Any], table: pd.DataFrame) -> list[dict[str, str]]:
-    """What has no ρ is repeated beside each ρ, a control in all facets of its settings."""
+    """Return the coordinates of the facets, which follow from the lines other than controls.
+
+    A facet without ρ is left out if there are some with ρ: its lines are repeated beside each ρ.
+    """
     own = table[table["quantity"].isin(quantities(shown["panels"])) & (table["method"] != BASE)]
     own = own[own["role"] != "control"] if (own["role"] != "control").any() else own
     by = [key for name in shown.get("facet", []) for key in (looks.experiment.axes if name == "settings" else [name])]
@@ -162,7 +165,7 @@ class _Lines:
         self.looks, self.facets, self.handles = looks, facets, handles
         drawn = drawn[drawn["method"] != BASE]
         self.named = [key for key in looks.identity if key == "method" or drawn[key].nunique() > 1]
-        # Of each colour the lines that have it, of the whole figure.
+        # The lines of the whole figure by colour; those of one colour differ in style.
         self.alike: dict[str, list[tuple]] = {}
 
     def __call__(
@@ -212,7 +215,7 @@ class _Lines:
         self, axes: Axes, panel: dict[str, Any], line: pd.DataFrame, key: tuple, label: str, place: float
     ) -> None:
         color, scale = self.looks.color(line.iloc[0], panel.get("colour", "method")), panel.get("scale", 1)
-        alike = self.alike.setdefault(color, [])  # a control has another one
+        alike = self.alike.setdefault(color, [])  # a control has another colour
         if key not in alike:
             alike.append(key)
         number = alike.index(key) + panel["quantity"].index(line["quantity"].iloc[0])
@@ -227,13 +230,13 @@ class _Lines:
             if mean.empty:
                 by_seed = seeds.pivot_table(index="x_shown", columns="seed", values="value", dropna=False)
                 smooth = by_seed.mean(axis=1).rolling(panel["smooth"], min_periods=1).mean()
-                # Where every seed has a gap, so has their mean.
+                # A gap of every seed stays a gap in the mean, which the trailing mean would close.
                 mean = smooth.where(by_seed.notna().any(axis=1)).rename("value").reset_index()
                 mean = mean.assign(low=math.nan, high=math.nan)
             for _, one in seeds.groupby("seed") if panel["seeds"] else ():
                 axes.plot(one["x_shown"], scale * one["value"], color=color, linewidth=0.6, alpha=0.35)
                 self.handles["one seed"] = handle(color=DARK, linewidth=0.6, alpha=0.5)
-        if mean["x_shown"].isna().all():  # no ρ where x is ρ
+        if mean["x_shown"].isna().all():  # x is ρ, and the line has none
             if np.isfinite(value := mean["value"].iloc[0]):
                 axes.axhline(scale * value, **looks | {"linewidth": 1.3})
                 self.handles.setdefault(label, handle(**looks))
@@ -256,7 +259,7 @@ class _Lines:
         self.handles.setdefault(label, handle(**looks))
 
     def _in_facet(self, own: pd.DataFrame, facet: dict[str, str], *, reference: bool) -> pd.DataFrame:
-        """With what is repeated beside others."""
+        """Return the rows of a facet, with the lines that are repeated in it: without ρ, controls, the reference."""
         control, settings = own["role"] == "control", self.looks.experiment.axes
         inside = pd.Series(data=True, index=own.index)
         for key, value in facet.items():
@@ -274,7 +277,7 @@ class _Lines:
 
 
 def _x(rows: pd.DataFrame, name: str, table: pd.DataFrame, experiment: Experiment) -> pd.Series:
-    """A coordinate as a number, NaN where it does not apply; or another quantity of the same place."""
+    """Return a coordinate as numbers, NaN where it does not apply, or another quantity at the same coordinates."""
     if name == "rho":
         return rows[name].map(lambda rho: math.nan if rho == "none" else parse_rho(rho)).astype(float)
     if name == "position":
@@ -289,7 +292,7 @@ def _x(rows: pd.DataFrame, name: str, table: pd.DataFrame, experiment: Experimen
 
 
 def _levels(draw: Any, looks: Looks, panel: dict[str, Any], table: pd.DataFrame, handles: Handles) -> None:
-    """Lines across a panel: numbers, a setting of training, a quantity, or the quantity of the panel with a role."""
+    """Draw lines across a panel: numbers, a training setting, a quantity, or the panel's quantity of a given role."""
     experiment, places = looks.experiment, iter(itertools.cycle(LEVELS))
     for label, level in panel.get("levels", {}).items():
         of_panel = table[table["quantity"].isin(panel["quantity"])]
@@ -308,7 +311,7 @@ def _levels(draw: Any, looks: Looks, panel: dict[str, Any], table: pd.DataFrame,
 
 
 def _scale(axes: Axes, axis: str, kind: str) -> None:
-    """log, of few decades with 1, 2, 5, 10, … as labels; or symlog:0.1, linear within ±0.1, grey."""
+    """Set an axis to log, labelled 1, 2, 5, 10, … over few decades, or symlog:0.1, linear and grey within ±0.1."""
     name, _, linear = kind.partition(":")
     settings = {"linthresh": float(linear), "linscale": 0.7} if linear else {}
     getattr(axes, f"set_{axis}scale")(name, **settings)
@@ -327,7 +330,10 @@ def _scale(axes: Axes, axis: str, kind: str) -> None:
 
 
 def _limits(axes: Axes, axis: str) -> tuple[float | None, float | None]:
-    """A logarithmic axis has all intervals; where one reaches zero it ends so far below all values."""
+    """Return limits of a logarithmic axis that show all intervals; if one reaches zero, by BELOW the lowest value.
+
+    (None, None) without a positive value.
+    """
     place, shared = "xy".index(axis), getattr(axes, f"get_shared_{axis}_axes")().get_siblings(axes)
     drawn = [line.get_xydata()[:, place] for of in shared for line in of.lines if line.get_zorder() == 3]
     paths = [path for of in shared for collection in of.collections for path in collection.get_paths()]
@@ -342,41 +348,43 @@ def _limits(axes: Axes, axis: str) -> tuple[float | None, float | None]:
 
 
 def _outside(figure: Figure) -> set[str]:
-    """Find the labels of levels and verticals of which no panel shows any."""
+    """Find the labels of levels and verticals that lie outside every panel."""
     labels, seen = set(), set()
     for axes in figure.axes:
         for line in axes.lines:
             if not line.get_label().startswith("_"):
                 labels.add(line.get_label())
-                # In parts of the panel, whose margins are not its data's.
+                # In coordinates of the panel, as its limits need not be those of the data.
                 ends = axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()))
                 seen |= {line.get_label()} if ((ends >= -0.001) & (ends <= 1.001)).all() else set()
     return labels - seen
 
 
 def present(shown: dict[str, Any], table: pd.DataFrame) -> list[dict[str, Any]]:
-    """The panels of which there is something."""
+    """Return the panels for which the table has a value."""
     known = set(table.loc[table["value"].notna(), "quantity"])
     return [panel for panel in shown["panels"] if known & set(panel["quantity"])]
 
 
 def quantities(panels: list[dict[str, Any]]) -> list[str]:
+    """List the quantities of some panels."""
     return [name for panel in panels for name in panel["quantity"]]
 
 
 def combinations(table: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, str]]:
+    """List the distinct combinations of values in some columns; without columns a single empty one."""
     return table[[*columns]].drop_duplicates().to_dict("records") if columns else [{}]
 
 
 def matching(table: pd.DataFrame, place: dict[str, str]) -> pd.DataFrame:
-    """The rows of a place."""
+    """Return the rows with these values of their coordinates."""
     for key, value in place.items():
         table = table[table[key] == value]
     return table
 
 
 def handle(**looks: Any) -> Line2D:
-    """An entry of a legend; without `linestyle` or `linewidth` a marker alone if there is one."""
+    """Make an entry of a legend: a line, or a marker alone if one is given without `linestyle` and `linewidth`."""
     if "marker" in looks and "linestyle" not in looks:
         looks.setdefault("linewidth", 0)
     return Line2D([], [], **looks)
@@ -384,7 +392,10 @@ def handle(**looks: Any) -> Line2D:
 
 @contextmanager
 def drawing(looks: Looks, shown: dict[str, Any], width: float, height: float, note: str) -> Iterator[tuple]:
-    """A figure to be drawn on, and its legend to be filled by label; touches no global state."""
+    """Open a figure to draw on and a legend to fill by label; adds title and legend at the end.
+
+    Touches no global state.
+    """
     handles: Handles = {}
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")

@@ -1,4 +1,4 @@
-"""What others have published and what we ask ourselves, by source (config/claims.yaml)."""
+"""Claims by source, published ones and questions of our own, and how each is decided (config/claims.yaml)."""
 
 import math
 from collections.abc import Iterable
@@ -20,11 +20,11 @@ GAIN_ABOVE, GAIN, NO_GAIN, HARM = "gain above δ", "gain", "no gain above δ", "
 HOLDS, FAILS = "holds", "does not hold"
 CANNOT_TELL, NOT_COMPARABLE, MISSING = "cannot tell", "not comparable", "not measured"
 WORDS = (GAIN_ABOVE, GAIN, NO_GAIN, HARM, HOLDS, FAILS, CANNOT_TELL, NOT_COMPARABLE, MISSING)
-"""What a condition can come to: an effect is a gain or not, a number beside a bound holds or does not."""
+"""Possible outcomes of a condition: an effect is a gain or not, a bound holds or does not."""
 
 
 def effect_word(low: float, high: float, delta: float) -> str:
-    """Say what a 95 % interval of a gain comes to beside δ > 0, the smallest gain that matters."""
+    """Classify the 95 % interval of a gain against δ > 0, the smallest gain that matters."""
     if low > delta:
         return GAIN_ABOVE
     if low > 0:
@@ -40,16 +40,16 @@ class Condition(Strict):
     says: str
     """An effect: what is compared with what. A bound: the statement that holds or does not."""
     control: bool = False
-    """Whether it says whose effect the claim's is, rather than being part of the claim."""
+    """Whether it is a control, which shows whose effect it is, rather than part of the claim."""
     experiment: Name
-    """Under which name of `evidence` in config/config.yaml the experiment stands."""
+    """Name of the experiment under `evidence` in config/config.yaml."""
     statistic: Name
     where: dict[Name, str] = {}
-    """Which row of the statistic: values of its columns, such as method, rho, engine or policy."""
+    """Coordinates of the estimate, such as method, rho, engine or policy."""
     negate: bool = False
     """Whether the gain is the negative of the statistic, a difference."""
     delta: Annotated[float, Field(gt=0)] | None = None
-    """Of an effect: δ, in the statistic's unit."""
+    """δ of an effect, in the statistic's unit."""
     above: float | None = None
     """A bound: the whole interval has to lie above it (`above`), below it (`below`), or between two (`within`)."""
     below: float | None = None
@@ -60,7 +60,7 @@ class Condition(Strict):
     @field_validator("where", mode="before")
     @classmethod
     def _as_written(cls, value: Any) -> Any:
-        """Numbers as texts; a ρ as experiments write it, `none` for a method without."""
+        """Turn numbers into texts, and a ρ into the way experiments write it; `none` stays for a method without."""
         if not isinstance(value, dict):
             return value
         plain = (bool, int, float)
@@ -78,7 +78,7 @@ class Condition(Strict):
         return self
 
     def word(self, low: float | None, high: float | None) -> str:
-        """Say what the interval comes to, one of WORDS; None for an interval that is not defined."""
+        """Return the outcome for an interval, one of WORDS; its ends are None if it is not defined."""
         if self.not_comparable:
             return NOT_COMPARABLE
         if low is None or high is None:
@@ -93,19 +93,19 @@ class Condition(Strict):
 
 
 class Source(Strict):
-    """Who says something."""
+    """The source of some claims."""
 
     name: str
-    """A paper's title, or who else."""
+    """A paper's title, or another name."""
     published: str | None = None
-    """Where, and how far we know it; None for what nobody has published."""
+    """Place of publication, and how much of it we know; None if it is unpublished."""
 
 
 class Published(Strict):
     """A published value."""
 
     relation: Literal["equal", "below", "at_least"]
-    """How it is meant."""
+    """Whether the value is exact, an upper bound or a lower bound."""
     value: float
     unit: str
 
@@ -131,7 +131,7 @@ class Claim(Strict):
 
 
 class Claims(Strict):
-    """config/claims.yaml, its conditions written out."""
+    """The contents of config/claims.yaml, with every condition written out."""
 
     sources: dict[Name, Source]
     claims: list[Claim]
@@ -150,13 +150,13 @@ class Claims(Strict):
 
     @property
     def wanted(self) -> set[str]:
-        """What the claims, their figures and the page's overview ask for, by the keys under which they do."""
+        """Return the keys of the experiments that the claims, their figures and the page's overview ask for."""
         wanted = {condition.experiment for claim in self.claims for condition in claim.conditions}
         wanted |= {claim.figure.split("/")[0] for claim in self.claims if claim.figure}
         return wanted | ({self.overview} - {None})
 
     def check_keys(self, keys: Iterable[str]) -> None:
-        """Raise DvpError for a key that no claim asks for and that is nearly one which is not given."""
+        """Raise DvpError for a key that no claim asks for and that looks like a misspelt missing one."""
         given = set(keys)
         for key in sorted(given - self.wanted):
             meant = get_close_matches(key, self.wanted - given, n=1, cutoff=0.9)
@@ -165,7 +165,7 @@ class Claims(Strict):
 
 
 def load_file(path: Path = CLAIMS) -> Claims:
-    """All of the file. Raises DvpError."""
+    """Read all claims of a file. Raises DvpError if it is malformed."""
     value = read_yaml(path)
     try:
         return parse(Claims, _written_out(value), path)
@@ -174,7 +174,7 @@ def load_file(path: Path = CLAIMS) -> Claims:
 
 
 def _written_out(file: dict[str, Any]) -> dict[str, Any]:
-    """The file with its claims in one list, each condition as `Condition` has it."""
+    """Return the file with its claims in one list, and templates and shared keys filled into each condition."""
     templates = file.get("templates", {})
 
     def condition(own: Any, shared: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint
 
-# Names of the statistics that compare, by what is compared.
+# Names of the compared statistics, by kind of score and by pairing.
 SCORES = {"final": "score", "peak": "peak_score", "mean": "mean_score"}
 UNDEFINED = "not defined, as a run has it from the start or never, or both before they are first evaluated"
 SAVED = {"reference": "tokens_saved_percent", "equal_settings": "tokens_saved_equal_settings_percent"}
@@ -43,38 +43,39 @@ class Group:
     task: str
     point: GridPoint
     steps: list[int]
-    """N, the first is 0."""
+    """Those of the N evaluations; the first is 0."""
     tokens_SN: np.ndarray
-    """Sampled until then, in training."""
+    """Tokens sampled in training up to each evaluation."""
     share_SNP: dict[str, np.ndarray]
-    """The share of correct samples: of all, of those of odd and those of even number."""
+    """Share of correct samples: `all`, and those of `odd` and of `even` number."""
     until: float
-    """Tokens over which the mean score is taken."""
+    """Number of tokens over which the mean score is taken."""
     sources: tuple[str, ...]
 
     @cached_property
     def score_SN(self) -> np.ndarray:
-        """Means over problems."""
+        """Return the score of each seed at each evaluation, a mean over problems."""
         return self.share_SNP["all"].mean(axis=2)
 
     @property
     def where(self) -> dict[str, str]:
-        """Where its statistics stand."""
+        """Return the coordinates of its statistics."""
         return where_of(self.experiment, self.point) | {"task": self.task}
 
     @property
     def draws(self) -> bootstrap.Draws:
+        """Return the replicates over the task's problems, which all grid points share."""
         return draws_of(self.experiment, self.share_SNP["all"].shape[2])
 
     @cached_property
     def curve_RN(self) -> np.ndarray:
-        """Means over seeds and problems."""
+        """Return the replicates of the mean score over seeds and problems at each evaluation."""
         S, N, P = self.share_SNP["all"].shape
         return self.draws.count_RU @ self.share_SNP["all"].transpose(0, 2, 1).reshape(S * P, N) / (S * P)
 
     @cached_property
     def peak(self) -> tuple[np.ndarray, list[int]] | None:
-        """The replicates of the peak, and of each seed the step that was chosen; None if problems have one sample."""
+        """Return the peak's replicates, (R,), and the step chosen for each seed; None if problems have one sample."""
         odd_SNP, even_SNP = self.share_SNP["odd"], self.share_SNP["even"]
         if not np.isfinite(odd_SNP).all():
             return None
@@ -84,23 +85,23 @@ class Group:
 
     @cached_property
     def score(self) -> dict[str, Estimate]:
-        """The final and the mean score, and the peak if there is one."""
+        """Return the final and the mean score, and the peak if there is one."""
         weight_SN = np.array([mean_weights(tokens_N, self.until) for tokens_N in self.tokens_SN])
         mean_SP = np.einsum("sn,snp->sp", weight_SN, self.share_SNP["all"])
         scores = {"final": self.at(-1), "mean": mean(self.experiment, mean_SP, self.sources)}
         return scores | ({"peak": Estimate(self.draws, self.peak[0], self.sources)} if self.peak else {})
 
     def at(self, n: int) -> Estimate:
-        """The score at an evaluation."""
+        """Return the score at evaluation `n`."""
         return Estimate(self.draws, self.curve_RN[:, n], self.sources)
 
     def tokens_taken(self, score: float) -> list[float]:
-        """Of each seed the sampled tokens until its curve reaches a score; infinite if it never does."""
+        """Return, for each seed, the sampled tokens until its curve reaches a score; infinite if it never does."""
         return [tokens_to(score, *run) for run in zip(self.tokens_SN, self.score_SN, strict=True)]
 
 
 def groups(reader: Reader) -> list[Group]:
-    """Every grid point on every task, task by task, in the order of the experiment."""
+    """Read the curves of every grid point on every task, task by task, in the order of the experiment."""
     experiment = reader.experiment
     sampled = {point: _sampled(experiment, reader, point) for point in experiment.points}
     until = min(tokens_SN[:, -1].min() for tokens_SN in sampled.values())
@@ -123,7 +124,7 @@ def groups(reader: Reader) -> list[Group]:
 
 
 def evaluated(experiment: Experiment, point: GridPoint) -> list[int]:
-    """The steps of training at which there is a score, of the base model first."""
+    """List the training steps at which there is a score; the first is 0, the base model."""
     return [0, *experiment.evaluated_steps(point), experiment.training_of(point).steps]
 
 
@@ -139,13 +140,14 @@ def _sampled(experiment: Experiment, reader: Reader, point: GridPoint) -> np.nda
 
 
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Of every grid point and task how high it comes, and how many sampled tokens it takes to the score that counts as
-    having reached the reference, report.reached_within below its final one.
+    """Yield the scores along training of every grid point and task, and the tokens it takes to reach the target score.
+
+    The target score is report.reached_within below the reference's final one.
 
     final_score, peak_score, mean_score (fractions); score_over_reference, peak_score_over_reference,
     mean_score_over_reference and the same …_over_equal_settings, against the reference's method with the same training
     settings; peak_step of each seed; score_at_step and tokens_at_step at each evaluated step, and both of each seed.
-    mean_score_tokens, over which mean scores are. See `_tokens` for the rest.
+    mean_score_tokens, over which mean scores are taken. See `_tokens` for the rest.
     """
     every = groups(reader)
     how, sources = "sampled by the run that sampled fewest", tuple(reader.runs["source"])
@@ -195,12 +197,14 @@ def _steps(experiment: Experiment, group: Group) -> Iterator[Statistic]:
 def _tokens(
     experiment: Experiment, group: Group, same_task: dict[GridPoint, Group], score: float
 ) -> Iterator[Statistic]:
-    """sampled_tokens of a run; target_score; reached_score (share of runs) and reached_runs; tokens_to_score (geometric
+    """Yield the tokens that a group takes to `score`, and how many it saves.
+
+    sampled_tokens of a run; target_score; reached_score (share of runs) and reached_runs; tokens_to_score (geometric
     mean), median_tokens_to_score; tokens_saved_percent against the reference, tokens_saved_equal_settings_percent.
 
-    Those of tokens are not defined where a run never reaches the score, but for the median; nor are savings where both
-    runs of a seed reach it before they are evaluated: that far a curve is one straight line from the base model, and
-    hides which came first.
+    If a run never reaches the score, tokens_to_score and savings are not defined, but the median is. Savings are not
+    defined either if both runs of a seed reach it before their first evaluation: up to there a curve is one straight
+    line from the base model, which does not show which came first.
     """
     to, t_over, none = f"the score {100 * score:.1f} %", t_over_seeds(experiment), (math.nan, math.nan)
 
@@ -236,7 +240,10 @@ def _tokens(
 
 
 def _ratio(group: Group, other: Group, score: float) -> tuple[float, float, float]:
-    """Of the tokens that two take to a score, seed by seed, with its interval; NaN where it is UNDEFINED."""
+    """Return the ratio of the tokens that two groups take to a score, paired by seed, with its interval.
+
+    NaN where it is UNDEFINED.
+    """
     ratios = [
         a / b if 0 < a < math.inf and 0 < b < math.inf and not (a < first and b < its_first) else math.nan
         for a, b, first, its_first in zip(
@@ -248,12 +255,13 @@ def _ratio(group: Group, other: Group, score: float) -> tuple[float, float, floa
 
 
 def peak(count_RSP: np.ndarray, choose_SNP: np.ndarray, read_SNP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each replicate the mean over seeds of a run's best score, (R,), and which evaluation that was, (R, S).
+    """Return, per replicate, the mean over seeds of a run's best score, (R,), and which evaluation that was, (R, S).
 
-    Which evaluation is best is chosen by other scores than are read there: the largest of several noisy scores is too
-    large. Each replicate chooses again, so that its spread holds that of the choice. The base model is no candidate.
+    The best evaluation is chosen by one half of the samples and read from the other: the largest of several noisy
+    scores is biased upwards. Each replicate chooses again, so that its spread includes the choice's. The base model is
+    no candidate.
 
-    count_RSP : how often each problem of each seed counts; of a replicate they add up to S · P.
+    count_RSP : how often each problem of each seed counts; the counts of a replicate add up to S · P.
     choose_SNP, read_SNP : scores of the problems from two independent halves of the samples.
     """
     chosen_RSN = np.einsum("rsp,snp->rsn", count_RSP, choose_SNP[:, 1:], optimize=True)
@@ -264,9 +272,10 @@ def peak(count_RSP: np.ndarray, choose_SNP: np.ndarray, read_SNP: np.ndarray) ->
 
 
 def mean_weights(tokens_N: np.ndarray, until: float) -> np.ndarray:
-    """What each evaluation weighs in the mean score over the first `until` tokens, (N,); they add up to 1.
+    """Return each evaluation's weight in the mean score over the first `until` tokens, (N,); they add up to 1.
 
-    The curve is straight between two evaluations: the area under it divided by `until` (trapezoids).
+    The mean is the area under the curve, straight between two evaluations, divided by `until` (trapezoids). Raises
+    ValueError for an `until` that the curve does not reach.
     """
     if not 0 < until <= tokens_N[-1]:
         raise ValueError(f"until: expected a number of tokens from 0 to {tokens_N[-1]}, found {until}")
@@ -283,11 +292,11 @@ def mean_weights(tokens_N: np.ndarray, until: float) -> np.ndarray:
 
 
 def tokens_to(target: float, tokens_N: np.ndarray, score_N: np.ndarray) -> float:
-    """Tokens until a curve reaches a score; infinite if it never does.
+    """Return the tokens until a curve reaches the score `target`; infinite if it never does.
 
-    The curve is the isotonic regression of the scores: of all that never fall, the one with the least squared distance
-    to them. So no single lucky evaluation counts as reaching, however many there are, and a score that is lost again
-    counts with what follows. It is straight between two evaluations.
+    The curve is the isotonic regression of the scores, the non-decreasing curve with the least squared distance to
+    them, so that a single lucky evaluation does not count as reaching, and a score that is lost again is averaged with
+    those that follow. It is straight between two evaluations.
     """
     rising_N = isotonic_regression(score_N).x
     if not rising_N[-1] >= target:

@@ -1,7 +1,7 @@
-"""Different solutions of problems that can have several: how many a policy finds, and whether two of them differ.
+"""Measure how many different solutions a policy finds of problems that can have several, and how often two differ.
 
-How many are found grows with the score, as fewer samples are wrong. Whether two right samples of a problem differ does
-not, of one problem; over problems with equal weights it rarely does.
+The number of solutions grows with the score, as fewer samples are wrong. The share of pairs that differ does not for a
+single problem, and rarely does for the mean over problems with equal weights.
 """
 
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ Model = tuple[GridPoint | None, Sampler]
 
 
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Of every model and sampler, in places as those of the scores by policy (dvp.analysis.matrix.statistics).
+    """Yield the diversity of every model and sampler, with the coordinates of dvp.analysis.matrix.statistics.
 
-    different_solutions_by_policy: different solutions among the right samples of a problem, mean over problems.
-    differing_pairs_by_policy: of the pairs of correct samples of a problem the share that are different solutions, mean
+    different_solutions_by_policy: different solutions among the correct samples of a problem, mean over problems.
+    differing_pairs_by_policy: the share of pairs of correct samples of a problem that are different solutions, mean
     over the problems of all seeds that have a pair. tokens_used_by_policy: different tokens in the texts of all
-    responses of a model. The first two also as differences, different_solutions_over_unpruned_by_policy and so on, that
-    of differing pairs over the problems that have a pair with both models.
+    responses of a model. The first two also as differences, different_solutions_over_unpruned_by_policy and so on; that
+    of differing pairs is over the problems that have a pair with both models.
     """
     k = experiment.evaluation.samples_per_problem[experiment.report.task]
     models = [(point, sampler) for point in (None, *experiment.points) for sampler in samplers(experiment, point)]
@@ -72,7 +72,7 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
 
 
 def solutions(samples: pd.DataFrame) -> pd.DataFrame:
-    """Of every seed and problem: different solutions, pairs of correct samples, and those that differ."""
+    """Count, by seed and problem, different solutions, pairs of correct samples, and pairs that differ."""
     key = ["seed", "problem"]
     right = samples[samples["correct"]]
     puzzles = {reference: read(reference) for reference in right["reference"].unique()}
@@ -91,14 +91,14 @@ def solutions(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _table(found: pd.DataFrame, column: str) -> np.ndarray:
-    """(S, P), NaN where it is not defined."""
+    """Return a column as (S, P), NaN where it is not defined."""
     return found.pivot(index="seed", columns="problem", values=column).to_numpy(dtype=float)
 
 
 def _unless_all_agree(estimate: Estimate, scale: bootstrap.Scale) -> Estimate:
-    """Without an interval where no sample differs from another: all replicates agree.
+    """Drop the interval of an estimate whose replicates all agree, a value of 0 or a share of 1.
 
-    (That of a share of 0 or 1 in `bootstrap` is of as many trials as there are problems, with a pair or without.)
+    (`bootstrap` would give a share of 0 or 1 an interval of as many trials as problems, even those without a pair.)
     """
     value = estimate.value_R[0]
     agree = value == 0 or (scale == "share" and value == 1)

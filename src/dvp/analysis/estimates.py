@@ -1,7 +1,7 @@
 """Means over problems and seeds, their differences, and means over seeds alone, for every part of the report.
 
-A number has the same interval wherever it is quoted, and what is compared is paired: entry r of all replicates is of
-the same problems and seeds.
+A number has the same interval wherever it is quoted, and comparisons are paired: entry r of all replicates is of the
+same problems and seeds.
 """
 
 import math
@@ -22,24 +22,24 @@ from dvp.measurement.files import NORMAL_95
 
 LEVEL = 0.95
 
-# Not twice for two numbers of the same problems, of a task and another one.
+# Cached, so that numbers over the same problems share their draws; several, as tasks differ in their problems.
 _draws = lru_cache(maxsize=4)(bootstrap.draws)
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """A mean over problems and seeds, or what is made of several."""
+    """A mean over problems and seeds, or a difference or ratio of such means."""
 
     draws: bootstrap.Draws
     value_R: np.ndarray
-    """The value and its replicates."""
+    """The value, then its replicates."""
     sources: tuple[str, ...]
 
     def __sub__(self, other: "Estimate") -> "Estimate":
         return Estimate(self.draws, self.value_R - other.value_R, (*self.sources, *other.sources))
 
     def __truediv__(self, other: "Estimate") -> "Estimate":
-        """NaN where that is over 0."""
+        """Return the ratio, NaN where it is not finite."""
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio_R = self.value_R / other.value_R
         ratio_R[~np.isfinite(ratio_R)] = np.nan
@@ -48,19 +48,22 @@ class Estimate:
     def statistic(
         self, name: str, coordinates: dict[str, str], unit: str, how: str, scale: bootstrap.Scale = "plain"
     ) -> Statistic:
-        """With its 95 % interval."""
+        """Return the estimate as a statistic with its 95 % interval, made on `scale`."""
         numbers = self.draws.estimate(self.value_R, scale)
         return Statistic(name, coordinates, *numbers, unit, how, tuple(dict.fromkeys(self.sources)))
 
 
 def draws_of(experiment: Experiment, problems: int) -> bootstrap.Draws:
-    """The replicates over so many problems, which all seeds share."""
+    """Return the bootstrap's replicates over a number of problems, which all seeds share."""
     settings = experiment.evaluation
     return _draws(len(experiment.seeds), problems, settings.bootstrap_resamples, settings.seed, shared=True)
 
 
 def mean(experiment: Experiment, value_SP: np.ndarray, sources: Iterable[str]) -> Estimate:
-    """Over the problems and seeds whose value is defined, NaN without any; a single row is that of all seeds."""
+    """Average (S, P) values over the problems and seeds that have one; NaN without any.
+
+    A single row stands for all seeds.
+    """
     draws = draws_of(experiment, value_SP.shape[1])
     value_U = np.broadcast_to(value_SP, (draws.seeds, draws.problems)).ravel()
     defined_U = np.isfinite(value_U)
@@ -73,7 +76,7 @@ def mean(experiment: Experiment, value_SP: np.ndarray, sources: Iterable[str]) -
 
 
 def score(reader: Reader, point: GridPoint | None, sampler: Sampler | None = None) -> Estimate:
-    """Of a point's models, or of the base model, on report.task; see `Reader.scored`."""
+    """Return the score of a point's models, or of the base model, on report.task; see `Reader.scored`."""
     scored = reader.scored(point, sampler)
     return mean(reader.experiment, scored.share_SP["all"], scored.sources)
 
@@ -86,7 +89,7 @@ def contrast(
     says: str,
     unit: str = "fraction",
 ) -> Statistic:
-    """A difference of two estimates, of which `says` tells what is compared with what."""
+    """Return a difference of two estimates as a statistic; `says` tells what is compared with what."""
     return difference.statistic(name, coordinates, unit, f"{says}; {over(experiment)}, paired")
 
 
@@ -99,8 +102,9 @@ def contrasts(
     says: Callable[[str, GridPoint], str],
     **where: str,
 ) -> Iterator[tuple[Statistic, Estimate]]:
-    """NAME_over_PAIRING of each pairing (`points.partner`) in which the point has a partner: what it is `of` the one
-    minus what it is of the other, with the estimate.
+    """Compare a point with its partner (`points.partner`) in each pairing in which it has one.
+
+    Yields NAME_over_PAIRING, `of` the point minus `of` the partner, as a statistic and as an estimate.
     """
     for pairing in pairings:
         if (other := partner(experiment, point, pairing)) is not None:
@@ -109,24 +113,25 @@ def contrasts(
 
 
 def over(experiment: Experiment) -> str:
-    """What intervals are over, and how they are made, in words."""
+    """Say in words what intervals are over, and how they are made."""
     return f"over {bootstrap.over(experiment.seeds)}"
 
 
 def over_model(experiment: Experiment, point: GridPoint | None) -> str:
-    """The same of a number of one model, the base model's without a point."""
+    """Say in words what the interval of one model's number is over; without a point, the base model's."""
     return over(experiment) + ("" if point else "; one base model for all seeds")
 
 
 def t_over_seeds(experiment: Experiment) -> str:
-    """How `over_seeds` makes an interval, in words."""
+    """Say in words how `over_seeds` makes an interval."""
     return f"t interval over {seeds_text(experiment)}"
 
 
 def over_seeds(values: Sequence[float], *, logarithmic: bool = False) -> tuple[float, float, float]:
-    """Mean and 95 % t interval, or their exponentials in the logarithm (the geometric mean).
+    """Return the mean of some values and the ends of its 95 % t interval.
 
-    The interval is NaN with fewer than two values; all is NaN where a logarithm, or a value, is not defined.
+    If `logarithmic`, the geometric mean, with the interval of the logarithm. The interval is NaN with fewer than two
+    values; all three are NaN if a value, or its logarithm, is not defined.
     """
     numbers = np.asarray(values, dtype=float)
     if not np.isfinite(numbers).all() or (logarithmic and (numbers <= 0).any()):
@@ -141,7 +146,7 @@ def over_seeds(values: Sequence[float], *, logarithmic: bool = False) -> tuple[f
 
 
 def share_of_runs(count: int, runs: int) -> tuple[float, float, float]:
-    """With its Clopper-Pearson interval."""
+    """Return count / runs with the ends of its 95 % Clopper-Pearson interval."""
     ends = stats.binomtest(count, runs).proportion_ci(LEVEL, method="exact")
     return count / runs, ends.low, ends.high
 
@@ -152,15 +157,14 @@ def pooled(
     scale: bootstrap.Scale = "plain",
     quantile: float = NORMAL_95,
 ) -> tuple[float, float, float]:
-    """Mean over seeds with a t interval; with fewer than three seeds with one from the mean squared error and a
-    quantile, the normal distribution's.
+    """Return the mean over seeds with a 95 % interval, made on `scale`.
 
-    The interval is made on `scale`.
+    From three seeds on it is a t interval over seeds; with fewer, one from the mean squared error and `quantile`.
 
     The variance between seeds contains that within them. Where it is not larger, that is no sign that seeds do not
     differ: the larger of the two with a normal quantile covers 81 to 91 % where they do.
     """
-    # Not as pandas would: what one seed leaves undefined is undefined.
+    # As arrays, since pandas would skip NaN: a value that one seed leaves undefined is undefined.
     values, errors = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
     if bootstrap.covers_seeds(values):
         value, low, _ = over_seeds(values)
@@ -172,7 +176,7 @@ def pooled(
 
 
 def spread_text(count: int) -> str:
-    """How `pooled` makes an interval, in words."""
+    """Say in words how `pooled` makes an interval over `count` seeds."""
     if bootstrap.covers_seeds(range(count)):
         return f"t interval over {count} seeds"
     return (

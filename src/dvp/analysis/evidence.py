@@ -85,9 +85,9 @@ def answer(experiments: list[str], claims: Path = CLAIMS) -> dict[str, Any]:
 
 
 def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
-    """The page by file name: claims.md, claims.html (one file, with its figures in it), and its table alone.
+    """Return the page by file name: claims.md, claims.html (with its figures embedded), and its table alone.
 
-    folder : where the page is to be; its figures are linked from there.
+    folder : the page's folder, from which figures are linked.
     """
 
     def image(figure: str) -> str:
@@ -136,7 +136,7 @@ def render(answered: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def verdict(words: list[str]) -> str:
-    """Give the word that all conditions share, or how many have which, in the order of the scale."""
+    """Return the word that all conditions share, or how many have which, in the order of WORDS."""
     count = Counter(words)
     return words[0] if len(count) == 1 else ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
 
@@ -216,7 +216,7 @@ def _with_delta(condition: dict[str, Any]) -> str:
 
 
 def _scale(condition: dict[str, Any]) -> tuple[float, str]:
-    """What a statistic is multiplied by and in which unit it is shown: differences of scores in percentage points."""
+    """Return the factor and the unit in which a statistic is shown: differences of scores in percentage points."""
     if condition["unit"] == "fraction":
         return 100, "pp" if _is_difference(condition["statistic"], condition["unit"]) else "%"
     return 1, condition["unit"]
@@ -227,7 +227,7 @@ def _is_difference(name: str, unit: str) -> bool:
 
 
 def _runs(claim: dict[str, Any]) -> str:
-    """How many files of which experiments a claim rests on, and of which commits."""
+    """List on how many files of which experiments a claim rests, and at which commits."""
     return "; ".join(
         f"{folder}, {len(files)} file{'s' if len(files) > 1 else ''}, commit "
         + ", ".join(commit[:7] for commit in claim["commits"][folder])

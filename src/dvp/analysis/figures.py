@@ -1,4 +1,4 @@
-"""All figures of a report, from its estimates and series alone, as shown.yaml declares them."""
+"""Draw the figures of a report, from its estimates and series alone, as shown.yaml declares them."""
 
 from io import BytesIO
 from pathlib import Path
@@ -22,7 +22,7 @@ DPI = 110
 
 
 def draw(experiment: Experiment, statistics: list[Statistic], series: pd.DataFrame) -> dict[str, Figure]:
-    """Every figure whose quantities there are."""
+    """Draw every declared figure whose quantities were measured; returns them by name."""
     table, looks, drawn = as_drawn(experiment, statistics, series), Looks(experiment), {}
     kinds = {"intervals": intervals, "lines": lines}
     for name, declared in shown("figures").items():
@@ -39,10 +39,10 @@ def draw(experiment: Experiment, statistics: list[Statistic], series: pd.DataFra
 
 
 def as_drawn(experiment: Experiment, statistics: list[Statistic], series: pd.DataFrame) -> pd.DataFrame:
-    """Estimates, then series, with every coordinate, `none` where it does not apply, and what follows from them.
+    """Join estimates and series into one table with every coordinate, `none` where it does not apply.
 
-    role : of a grid point or the base model (dvp.analysis.points.role). at : `at ρ` of what is sampled so, and
-    only_rho : that ρ where training had none.
+    Adds role, of a grid point or the base model (dvp.analysis.points.role); at, `at ρ` for evaluations sampled at a ρ;
+    and only_rho, that ρ if training had none.
     """
     table = pd.concat([to_frame(statistics), series], ignore_index=True)
     coordinates = [*COORDINATES, *experiment.axes]
@@ -61,7 +61,7 @@ def as_drawn(experiment: Experiment, statistics: list[Statistic], series: pd.Dat
 
 
 def _filled(value: Any, experiment: Experiment) -> Any:
-    """A declaration with the experiment's names in its texts; a single quantity as a list."""
+    """Fill the experiment's names into the texts of a declaration, and make a single quantity a list."""
     if isinstance(value, dict):
         filled = {key: _filled(one, experiment) for key, one in value.items() if key != "caption"}
         if isinstance(filled.get("quantity"), str):
@@ -76,7 +76,7 @@ def _filled(value: Any, experiment: Experiment) -> Any:
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write folder/NAME.svg and folder/NAME.png, which has a palette to be small; each is whole or absent."""
+    """Write folder/NAME.svg and folder/NAME.png, reduced to a palette to be small; each is whole or absent."""
     with mpl.rc_context(STYLE):
         with atomic_path(folder / f"{name}.svg") as temporary:
             figure.savefig(temporary, format="svg", metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""What corrections keep of long responses, forecast from the log-ratios of single tokens."""
+"""Forecast what corrections keep of long responses, from the log-ratios of single tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,18 @@ import torch
 from dvp.core.importance import ImportanceRule, importance_weights
 
 SIMULATED = 400
-"""Responses of the longest length that are drawn."""
+"""Number of responses of the longest length that are drawn."""
 
 
 def forecast(
     values_N: np.ndarray, probability_N: np.ndarray, rules: Mapping[str, ImportanceRule], lengths: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """Simulate responses whose tokens' log-ratios are independent draws from a law.
+    """Simulate responses whose tokens' log-ratios are independent draws, and apply corrections to them.
 
-    values_N, probability_N: the law.
+    values_N, probability_N: the distribution of a token's log-ratio.
     rules: corrections by name.
-    Returns by name and length (tokens) the share of the responses that are kept; of a rule that truncates by token,
-    the share of the tokens that stay uncut.
+    Returns, by name and length (tokens), the share of responses that are kept; for a rule that truncates by token, the
+    share of tokens that stay uncut.
     """
     drawn_BT = np.random.default_rng(0).choice(values_N, (SIMULATED, max(lengths)), p=probability_N)
     log_ratio_BT = torch.from_numpy(drawn_BT)

@@ -12,7 +12,7 @@ from dvp.progress import rho_as_read
 
 WIDTH = 110
 EMPTY = "–"
-# Columns that the terminal can do without, the first to go first.
+# Columns that to_text drops from a table that is too wide, in this order.
 DISPENSABLE = ("maj@", "pass@", "per seed", "DVP adds")
 STYLE = """
 table { border-collapse: collapse; margin: 1rem 0 }
@@ -49,17 +49,17 @@ class Formatted(NamedTuple):
 
 
 def rho_text(rho: str | None) -> str:
-    """ρ in a table."""
+    """Format ρ for a table."""
     return EMPTY if rho is None or rho == "none" else rho_as_read(rho)
 
 
 def position_text(position: str) -> str:
-    """A bin of positions in the response."""
+    """Format a bin of positions in the response, `1-16` as `1–16`."""
     return position.replace("-", "–")
 
 
 def tokens_text(tokens: float) -> str:
-    """A number of tokens with three digits: `950`, `12.3 k`, `1.25 M`."""
+    """Format a number of tokens with three digits: `950`, `12.3 k`, `1.25 M`."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if tokens >= size * 0.9995:
             return f"{tokens / size:#.3g} {unit}".replace(". ", " ")
@@ -67,18 +67,19 @@ def tokens_text(tokens: float) -> str:
 
 
 def digits(sign: str = "") -> Callable[[float], str]:
-    """Two digits, or whole numbers; no exponent above 10."""
+    """Return a format of two digits, or of whole numbers from 10 on; `sign` as in format specifications."""
     return lambda value: f"{value:{sign}.0f}" if abs(value) >= 10 else f"{value:{sign}.2g}"
 
 
 def to_markdown(table: Formatted) -> str:
+    """Return a table as a Markdown page, with its notes as a list."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in (table.headings, *table.rows)]
     notes = [f"- {_one_line(note)}" for note in table.notes]
     return "\n".join([f"# {table.title}", "", _tabulate(rows, "pipe"), "", *notes, ""])
 
 
 def to_html(table: Formatted) -> str:
-    """A fragment that a browser shows on its own, too; the first note, the scale, is always seen."""
+    """Return an HTML fragment that a browser can also show on its own; the first note, the scale, is always visible."""
     first, *others = (html.escape(_one_line(note)) for note in table.notes)
     notes = "".join(f"<li>{note}</li>" for note in others)
     more = f"<details><summary>How to read it</summary><ul>{notes}</ul></details>\n" if others else ""
@@ -89,7 +90,7 @@ def to_html(table: Formatted) -> str:
 
 
 def to_tex(table: Formatted) -> str:
-    """A fragment for \\input: a tabular with its notes below. It needs no package; it may be wide."""
+    """Return a LaTeX fragment for \\input: a tabular with its notes below. It needs no package; it may be wide."""
     # A bracket at the start of a row would be read as the optional argument of the \\ before it.
     rows = [[("" if place else "{}") + tex_escape(cell) for place, cell in enumerate(row)] for row in table.rows]
     body = _tabulate([list(map(tex_escape, table.headings)), *rows], "latex_raw")
@@ -98,12 +99,12 @@ def to_tex(table: Formatted) -> str:
 
 
 def to_text(table: Formatted, width: int = WIDTH) -> str:
-    """Fixed-width text; if it is wider than `width`, the dispensable columns go, then cells are cut."""
+    """Return fixed-width text; if it is wider than `width`, DISPENSABLE columns are dropped, then cells are cut."""
     columns = [list(column) for column in zip(table.headings, *table.rows, strict=True)]
     dropped = []
     for name in DISPENSABLE:
         if _width(columns) > width:
-            # The first column stays: it is what the others are of.
+            # The first column stays, as it names the rows.
             first, *others = columns
             dropped += [column[0] for column in others if column[0].startswith(name)]
             columns = [first, *(column for column in others if not column[0].startswith(name))]
@@ -117,14 +118,14 @@ def to_text(table: Formatted, width: int = WIDTH) -> str:
 
 
 def tex_escape(text: str) -> str:
-    """Text as LaTeX that compiles with no package; a character that LaTeX may lack becomes its code point."""
+    """Escape text for LaTeX without packages; a character that LaTeX may lack becomes its code point."""
     text = re.sub(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"\0{match[0].translate(_SUPERSCRIPTS)}\1", text)
     escaped = "".join(_TEX.get(character, _known(character)) for character in text)
     return escaped.replace("\0", "$^{").replace("\1", "}$")
 
 
 def _tabulate(rows: Sequence[Sequence[str]], form: str) -> str:
-    """The first row is the head, the first column what the others are of."""
+    """Lay out rows, the first of which is the head; the first column, which names the rows, is aligned left."""
     alignment = ["left", *["right"] * (len(rows[0]) - 1)]
     return tabulate(rows[1:], rows[0], form, colalign=alignment, disable_numparse=True)
 
@@ -134,7 +135,7 @@ def _width(columns: list[list[str]]) -> int:
 
 
 def _plain(columns: Sequence[Sequence[str]]) -> list[str]:
-    # As a row, a head is as wide as it is.
+    # The head is passed as a row, since tabulate pads a head.
     rows = list(zip(*columns, strict=True))
     return _tabulate([[""] * len(columns), *rows], "plain").splitlines()[-len(rows) :]
 

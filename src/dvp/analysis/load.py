@@ -1,7 +1,7 @@
-"""The one place where the report reads files: what the stages wrote, as tidy data frames, each file once.
+"""Read what the stages wrote as tidy data frames: the only place where the report reads files, each of them once.
 
 A file that is missing, altered or written under other settings is refused in one line that names it: a table must not
-mix settings. What a checksum vouches for is as its stage wrote it, and is not checked again.
+mix settings. A file with the right checksum is as its stage wrote it, and its contents are not checked again.
 
 Columns that all frames share: `point`, the path of a grid point; `seed`; `source`, the stage's JSON file, relative to
 the experiment's folder (results/E).
@@ -32,30 +32,33 @@ ORIGIN = ("config_hash", "git_commit", "tracking_key")
 _ANSWERS = ("response", "reference", "stated_answer")
 
 Origins = dict[str, dict[str, Any]]
-"""Origin of every stage's JSON file, with the checksums of the files that it vouches for, by path."""
+"""Origin of every stage's JSON file by its path, with the checksums of the files that belong to it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The models of a grid point, one of each seed, or the base model: all sampled alike on the same P problems."""
+    """Evaluations of a grid point's models, one per seed, or of the base model, all on the same P problems."""
 
     scores: pd.DataFrame
-    """A row a model: seed, avg, pass, maj (fractions, of k samples), source."""
+    """One row per model: seed, avg, pass, maj (fractions, of k samples), source."""
     share_SP: dict[str, np.ndarray]
-    """Of each seed (of the base model one row) and problem, in their order, the share of correct samples: of `all`, of
+    """Share of correct samples of each seed (one row for the base model) and problem, in their order: of `all`, of
     those of `odd` and those of `even` number (NaN where there are none)."""
     answers: pd.DataFrame | None
-    """Where problems can have several solutions a row a response: seed, problem, correct, response, reference (texts)
-    and stated_answer (a text or None)."""
+    """One row per response if problems can have several solutions, else None: seed, problem, correct, response,
+    reference (texts) and stated_answer (a text or None)."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Its scores.json."""
+        """Return the paths of the models' scores.json."""
         return tuple(self.scores["source"])
 
 
 class Reader:
-    """Reads what an experiment's stages wrote, and keeps where it comes from. All of it raises DvpError."""
+    """A reader of what an experiment's stages wrote, which records the origin of every file.
+
+    All reading raises DvpError for a file that is missing, altered or stale.
+    """
 
     def __init__(self, experiment: Experiment, folder: Path):
         self.experiment, self.folder = experiment, folder
@@ -64,7 +67,7 @@ class Reader:
 
     @cached_property
     def runs(self) -> pd.DataFrame:
-        """A row a run: point, seed, collapsed_at (a step or None), source."""
+        """Return one row per run: point, seed, collapsed_at (a step or None), source."""
         rows = []
         for run in self.experiment.runs:
             source, config_hash = f"runs/{run.path}/train.json", self.experiment.config_hash("train", run.path)
@@ -74,11 +77,11 @@ class Reader:
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
-        """A row a step: point, seed, and what metrics.jsonl has; `gradient_norm` is NaN in a skipped step."""
+        """Return one row per step: point, seed, and the keys of metrics.jsonl; a skipped step has gradient_norm NaN."""
         frames = []
         for run in self.runs.itertuples():
             frame = pd.DataFrame(read_rows((self.folder / run.source).with_name("metrics.jsonl")))
-            # It has no type where all steps were skipped.
+            # Without this the column has no type if all steps were skipped.
             frames.append(frame.astype({"gradient_norm": float}).assign(point=run.point, seed=run.seed))
         return pd.concat(frames, ignore_index=True)
 
@@ -89,10 +92,11 @@ class Reader:
         task: str | None = None,
         step: int | None = None,
     ) -> Scored:
-        """The models of a point, the base model without one, on a task (report.task).
+        """Return the evaluations of a point's models, or of the base model without a point.
 
-        sampler : what samples them, where that is not what samples all models.
-        step : as they were after it; None: after the last.
+        sampler : the sampler of the evaluation; by default the one of all models.
+        task : by default report.task.
+        step : the step of training after which they were evaluated; None is the last.
         """
         sampler = None if sampler == self.experiment.sampler else sampler
         task = task or self.experiment.report.task
@@ -125,7 +129,7 @@ class Reader:
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
-        """The base model's, which all models have."""
+        """Return the base model's tokenizer, which all models share."""
         from tokenizers import Tokenizer
 
         name, config_hash = "tokenizer.json", self.experiment.config_hash("base")
@@ -134,7 +138,10 @@ class Reader:
 
     @cached_property
     def mismatch(self) -> dict[str, pd.DataFrame]:
-        """The tables of the stage, with policy, engine, seed and `unit`, the number of a problem of a seed."""
+        """Return the tables of the stage `mismatch`, with policy, engine, seed and `unit`.
+
+        A unit is a problem of a seed; units are numbered over all seeds.
+        """
         frames: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
         for measurement in self.experiment.measurements("mismatch"):
             _, read = self._measurement("mismatch", measurement, TABLES)
@@ -146,11 +153,11 @@ class Reader:
 
     @cached_property
     def bias(self) -> dict[str, pd.DataFrame]:
-        """The tables of the stage, with policy, engine, task if any, and seed; rho is `none` where there is none.
+        """Return the tables of the stage `bias`, with policy, engine, task if any, and seed; rho may be `none`.
 
-        estimators, with squared_norm, |g|², of the reference and the means response_tokens and reference_reward;
-        jackknife, values without a batch: of `sample` (engine or reference) and `batch`. Where positions in the
-        response are asked for (`all`, or a bin): variance, variance_jackknife and proxy.
+        estimators, with squared_norm (|g|²), response_tokens and reference_reward (means) of the reference; jackknife,
+        values with one batch left out, the `batch` of `sample` (engine or reference). If the experiment measures by
+        position (`all`, or a bin), also variance, variance_jackknife and proxy.
         """
         names = ["estimators", "jackknife"]
         names += ["variance", "variance_jackknife", "proxy"] if self.experiment.positions else []
@@ -172,7 +179,7 @@ class Reader:
     def _measurement(
         self, stage: str, measurement: Measurement, names: Iterable[str]
     ) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
-        """Its JSON file, and its tables with source, policy, engine, task if any, and seed."""
+        """Read a measurement's JSON file, and its tables with source, policy, engine, task if any, and seed."""
         source = f"{stage}/{measurement.path}/{stage}.json"
         config_hash = self.experiment.config_hash(stage, measurement.path)
         files = [f"{name}.parquet" for name in names]
@@ -182,11 +189,11 @@ class Reader:
         tables = {}
         for name, file in zip(names, files, strict=True):
             table = pd.read_parquet((self.folder / source).with_name(file))
-            if "rho" in table:  # null of a method that takes none
+            if "rho" in table:  # null for a method without ρ
                 table["rho"] = table["rho"].astype(object).where(table["rho"].notna(), "none")
-            # A number that is missing throughout, as without a safe vocabulary, has no type in the file.
+            # A number that is missing in every row, as without a safe vocabulary, has no type in the file.
             missing = [column for column in table if table[column].isna().all()]
-            # In the mismatch's tables `source` is whose distribution q is.
+            # In the tables of the mismatch `source` is already the distribution that stands for q.
             own = {} if "source" in table else {"source": source}
             tables[name] = table.astype(dict.fromkeys(missing, float)).assign(**own, **place)
         return record, tables
@@ -194,7 +201,7 @@ class Reader:
     def _record(
         self, stage: str, source: str, run: str, seed: int | None, config_hash: str, names: list[str]
     ) -> dict[str, Any]:
-        """A stage's JSON file, if it is fresh and its files `names` are unaltered."""
+        """Read a stage's JSON file and record its origin, if it is fresh and its files `names` are unaltered."""
         path = self.folder / source
         record = read_json(path, *ORIGIN, "files")
         check_fresh(path, record, config_hash)
@@ -206,14 +213,14 @@ class Reader:
 
 
 def _by_problem(samples: pd.DataFrame, chosen: pd.Series) -> pd.Series:
-    """The share of correct samples among the chosen, of each problem in the order in which the bootstrap draws them."""
+    """Return each problem's share of correct samples among the chosen, in the order of the bootstrap's draws."""
     return samples["correct"].where(chosen).astype(float).groupby(samples["problem"]).mean()
 
 
 def evaluation_path(run: Run | None, task: str, sampler: Sampler | None = None) -> str:
-    """Folder of a model's evaluation, the base model's without a run; relative to the experiment's.
+    """Return the folder of a run's evaluation, the base model's without a run, relative to the experiment's folder.
 
-    sampler : what samples it, where that is not what samples all models.
+    sampler : the sampler, if it is not the one of all models.
     """
     return "/".join(["evals", run.path if run else BASE, *([sampler.path] if sampler else []), task])
 

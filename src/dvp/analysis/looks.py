@@ -1,4 +1,7 @@
-"""How figures look: a family of methods has one colour in every experiment, and a figure is the same byte for byte."""
+"""Colours, markers and names in figures: a family of methods has one colour in every experiment.
+
+Nothing here is random or dated, so that the same data give the same figure byte for byte.
+"""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,8 +18,8 @@ from dvp.experiment.grid import parse_rho
 from dvp.experiment.methods import Method
 from dvp.progress import setting_as_read
 
-# Okabe and Ito: distinguishable with the common colour-vision deficiencies. What two methods of a family look alike
-# in, marker and line tell apart.
+# Okabe and Ito: distinguishable with the common colour-vision deficiencies. Methods of one family differ in marker and
+# line style.
 FAMILIES = {
     "no correction": "#0072B2",
     "token, truncate": "#E69F00",
@@ -28,9 +31,9 @@ FAMILIES = {
     "mask or decay": "#303030",
 }
 DARK = "#404040"
-PALETTE = tuple(FAMILIES.values())  # of engines
-OTHERS = (PALETTE[0], PALETTE[4], DARK, PALETTE[2], PALETTE[1])  # of what is neither
-LIGHTER = 0.25  # of a method without a safe vocabulary: how much white is in its colour
+PALETTE = tuple(FAMILIES.values())  # for engines
+OTHERS = (PALETTE[0], PALETTE[4], DARK, PALETTE[2], PALETTE[1])  # for coordinates other than methods and engines
+LIGHTER = 0.25  # share of white in the colour of a method without a safe vocabulary
 GREYS = ("#707070", "#A0A0A0", "#404040")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
 LINES = ("-", (0, (5, 1.2, 1, 1.2)), (0, (1, 1)), (0, (7, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (9, 1, 3, 1)))
@@ -63,7 +66,7 @@ _WORDS = {
 
 
 def family(method: Method) -> str:
-    """Of FAMILIES."""
+    """Return the family of a method, a key of FAMILIES."""
     correction = method.importance
     if method.advantage.startswith("otb"):
         return "otb"
@@ -77,12 +80,12 @@ def family(method: Method) -> str:
 
 
 class Looks:
-    """Colours, names and order of what an experiment's figures show."""
+    """Colours, names and order of the lines and rows in an experiment's figures."""
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
         self.identity = ["method", "engine", "rho", *experiment.axes]
-        """What tells grid points apart."""
+        """The columns that identify a grid point."""
         self._others: dict[str, str] = {}
 
     @cached_property
@@ -98,7 +101,7 @@ class Looks:
         return {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(dict.fromkeys(names))}
 
     def color(self, row: Any, by: str) -> str:
-        """By method, or by an engine's column; of what has none dark."""
+        """Return a row's colour by the column `by`: its method's family, its engine (dark without one), or another."""
         value = row[by]
         if by in ("engine", "evaluated_on"):
             return self._engines.get(value, DARK)
@@ -116,7 +119,7 @@ class Looks:
         return hue if method.safe_vocabulary else to_hex([part + (1 - part) * LIGHTER for part in to_rgb(hue)])
 
     def name(self, row: Any, columns: Sequence[str]) -> str:
-        """What a row is of, as far as these coordinates say it."""
+        """Describe a row by some of its coordinates, without those that are `none`."""
         named = {column: self._named(column, row[column]) for column in columns if row[column] != "none"}
         if {"policy", "engine"} <= named.keys():  # a policy has the engine of its training in its name
             named["engine"] = f"measured on {named['engine']}"
@@ -141,7 +144,7 @@ class Looks:
         return texts.get(column, _WORDS.get(value, value))
 
     def by_family(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Estimators so that one without a safe vocabulary stands above itself with each, the largest fixed ρ first."""
+        """Sort estimators: one without a safe vocabulary, then the same with each, the largest fixed ρ first."""
         methods = self.experiment.methods
         kinds = [methods[name].model_dump_json(exclude={"label", "safe_vocabulary"}) for name in rows["method"]]
         first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
@@ -155,5 +158,5 @@ class Looks:
 
     @staticmethod
     def rho(text: str) -> float:
-        """As a number; 0 without one."""
+        """Return ρ as a number; 0 for `none`."""
         return 0.0 if text == "none" else parse_rho(text)

@@ -1,7 +1,7 @@
 """Scores by policy: of each model with every sampler of evaluation.also, and what DVP adds under each of them.
 
-A score is that of a policy: weights, the engine that samples them, and the vocabulary that it samples from. Methods do
-not train the same one, so that a single column also compares the columns.
+A score belongs to a policy: weights, the engine that samples them, and the vocabulary that it samples from. Methods
+train different policies, so that scores with a single sampler reflect the choice of the sampler as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,17 +17,18 @@ from dvp.experiment.grid import GridPoint, Sampler
 
 OWN = "own"
 ONLY = "evaluation_only"
-"""The role of a row of a model that was trained without DVP, sampled at a ρ."""
+"""The role of a row whose model was trained without DVP and is sampled at a ρ."""
 
 
 def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:
-    """The sampler of the policy whose expected reward a point's updates are estimates for.
+    """Return the sampler of a point's target policy: its updates estimate the gradient of that policy's reward.
 
-    Without an importance correction it is the engine's, as if its samples were the trainer's; with one, which weighs
-    them by the trainer's probability over the engine's, it is the trainer's, for which evaluation.engine stands. Either
-    is restricted to the safe vocabulary if the method has one. None where that has another rule than a fixed ρ, by
-    which no evaluation samples; and for a corrected replay, whose trainer has the engine's sets and its own
-    probabilities, which no engine samples with.
+    Without an importance correction this is the engine's policy, whose samples are taken for the trainer's; with one,
+    which weighs samples by the trainer's probability over the engine's, the trainer's, for which evaluation.engine
+    stands. Either is restricted to the safe vocabulary if the method has one.
+
+    None if the safe vocabulary has another rule than a fixed ρ, as no evaluation samples by it; and for a corrected
+    replay, whose trainer combines the engine's sets with its own probabilities, which no engine samples from.
     """
     method = experiment.methods[point.method]
     rule, corrected = method.safe_vocabulary, method.importance.corrects
@@ -37,26 +38,27 @@ def own_sampler(experiment: Experiment, point: GridPoint) -> Sampler | None:
 
 
 def own_policies(experiment: Experiment) -> list[dict[str, str]]:
-    """Where the score of each point under its own policy stands among the statistics."""
+    """List the coordinates of each point's score under its own target policy."""
     owns = [(point, own_sampler(experiment, point)) for point in experiment.points]
     return [where_of(experiment, point, own) for point, own in owns if own]
 
 
 def samplers(experiment: Experiment, point: GridPoint | None) -> list[Sampler]:
-    """All that a model is sampled with, first what all models are sampled with."""
+    """List the samplers of a model; the first is the one of all models."""
     return [experiment.sampler, *experiment.samplers(point)]
 
 
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Of every model and sampler its score, and the differences between models under the same kind of policy.
+    """Yield the score of every model and sampler, and the differences between models under the same kind of policy.
 
-    All have `evaluated_on`, an engine, and `evaluated_rho`, a ρ or `none`, beside the point's place.
-    score_by_policy (fraction) is of each model and sampler. score_over_unpruned_by_policy is of points with a safe
-    vocabulary, minus the same without: on an engine both from the full vocabulary (evaluated_rho: none), both at the ρ
-    (what DVP in training adds to ρ at evaluation alone), or each from its own (evaluated_rho: own); and each under the
-    policy that it trained, on its engine (evaluated_on: own, evaluated_rho: own). score_over_reference_by_policy is of
-    all points but the reference, minus that: on an engine both from the full vocabulary, or each from its own, and
-    each under the policy that it trained.
+    All have `evaluated_on`, an engine, and `evaluated_rho`, a ρ or `none`, beside the point's coordinates.
+
+    score_by_policy (fraction) is the score of each model and sampler. score_over_unpruned_by_policy is that of points
+    with a safe vocabulary, minus the same without: on an engine both from the full vocabulary (evaluated_rho: none),
+    both at the ρ (what DVP in training adds to ρ at evaluation alone), or each from its own (evaluated_rho: own); and
+    each under the policy that it trained, on its engine (evaluated_on: own, evaluated_rho: own).
+    score_over_reference_by_policy is that of all points but the reference, minus the reference's: on an engine both
+    from the full vocabulary, or each from its own, and each under the policy that it trained.
     """
     for point in (None, *experiment.points):
         for sampler in samplers(experiment, point):
@@ -71,9 +73,9 @@ def contrasts(
     difference: Callable[[tuple[GridPoint, Sampler], tuple[GridPoint, Sampler]], Estimate],
     unit: str = "fraction",
 ) -> Iterator[Statistic]:
-    """NAME_over_unpruned_by_policy and NAME_over_reference_by_policy of every point with a partner.
+    """Yield NAME_over_unpruned_by_policy and NAME_over_reference_by_policy of every point with a partner.
 
-    Of both with samplers that both have; unpruned also both at the point's ρ.
+    A pair of samplers (see `statistics`) is compared if the point has the first and its partner the second.
     """
     for point in experiment.points:
         for pairing in ("unpruned", "reference"):
@@ -104,28 +106,28 @@ def _pairs(
 
 
 def sampler_text(sampler: Sampler) -> str:
-    """A sampler in words: `fp32, full` or `coarse, ρ = 0.01`."""
+    """Describe a sampler: `fp32, full` or `coarse, ρ = 0.01`."""
     return f"{sampler.engine}, " + ("full" if sampler.rho is None else f"ρ = {rho_text(sampler.rho)}")
 
 
 def entries(experiment: Experiment) -> dict[str, Further]:
-    """The columns of policies by their keys: what all models are sampled with, then those of evaluation.also."""
+    """Return the samplers that are columns, by key: the one of all models, then those of evaluation.also."""
     exact = experiment.evaluation.engine
     named = [entry.model_copy(update={"engine": entry.engine or exact}) for entry in experiment.evaluation.also]
     return {f"{entry.engine}_{'rho' if entry.rho else 'full'}": entry for entry in (Further(engine=exact), *named)}
 
 
 def heading(entry: Further) -> str:
-    """Of a column: engine and vocabulary."""
+    """Return the heading of a column: engine and vocabulary."""
     engine = "engine of training" if entry.engine == TRAINING else entry.engine
     return f"{engine}, {'at ρ' if entry.rho else 'full'}"
 
 
 def models(experiment: Experiment) -> list[tuple[GridPoint | None, str | None, bool]]:
-    """The rows: a model, the ρ at which it is sampled, and whether that is a ρ of the evaluation only.
+    """List the rows: a model, the ρ at which it is sampled, and whether that ρ belongs to the evaluation only.
 
-    The base model and every point; below a point with ρ its counterpart without a safe vocabulary at that ρ; below a
-    model without ρ those of its ρ at which it is nobody's counterpart.
+    The base model and every point; below a point with ρ its counterpart without a safe vocabulary, sampled at that ρ;
+    below a model without ρ the model itself at each ρ at which it is no point's counterpart.
     """
     counterparts = {
         (without.path, point.rho)
@@ -146,14 +148,15 @@ def models(experiment: Experiment) -> list[tuple[GridPoint | None, str | None, b
 
 
 def _rhos(experiment: Experiment, point: GridPoint | None) -> list[str]:
-    """At which ρ a model is sampled."""
+    """List the ρ at which a model is sampled."""
     return list(dict.fromkeys(sampler.rho for sampler in experiment.samplers(point) if sampler.rho is not None))
 
 
 def sampler_in(experiment: Experiment, entry: Further, point: GridPoint | None, rho: str | None) -> Sampler | None:
-    """What a row's model is sampled with in a column.
+    """Return the sampler of a row's model in a column.
 
-    None if it is not, or, of the base model, if the grid has several engines besides the evaluation's.
+    None if the model is not sampled so, or, for the base model, if the grid has several engines besides the
+    evaluation's.
     """
     every = [sampler for sampler in experiment.samplers_of(entry, point) if sampler.rho == (entry.rho and rho)]
     if len(every) > 1:

@@ -1,4 +1,4 @@
-"""The stage `mismatch`: every number with its interval.
+"""Compute every number of the stage `mismatch` with its interval.
 
 Everything here is a ratio of sums over problems. Shape suffixes: R replicates, the value first; U units, a
 problem of a seed; K columns; D bins of d; G points.
@@ -20,12 +20,12 @@ from dvp.experiment.grid import Measurement
 from dvp.measurement.files import ENGINE, SOURCES
 
 TAIL = (1e-4, 1e-2)
-"""p of the tokens whose d is looked at as the tail's: rarer ones are rarely sampled."""
+"""Range of p whose tokens count as the tail; rarer ones are rarely sampled."""
 HEAD = (0.9, 1.0)
 WEIGHTINGS = ("infer", "train")
-# Of an interval, by how the unit begins; a sum of probabilities may exceed 1.
+# Beginnings of units whose intervals are made on the ratio scale; a sum of probabilities may exceed 1.
 ON_RATIO_SCALE = ("probability", "ratio", "tokens", "nats per", "nats²")
-# Of the noise: column, unit, what it is of q or z; the rest of the engine alone.
+# Numbers of the table `noise`: column, unit, description; those of OF_ENGINE_ALONE have no control.
 NOISE = {
     "kl": ("kl", "nats per token", "KL(q‖p), exact, q"),
     "epsilon_sd": (
@@ -38,7 +38,7 @@ NOISE = {
     "d_positive": ("d_positive", "fraction of tokens", "sampled tokens with d > 0"),
 }
 OF_ENGINE_ALONE = ("k3", "d_positive")
-# Of the safe sets, means over positions: column, unit, what it is.
+# Means over positions in the table `safe_sets`: column, unit, description.
 MEANS = {
     "safe_size": ("safe_size_train", "tokens", "|V_S|"),
     "safe_size_infer": ("safe_size_infer", "tokens", "|V'_S|"),
@@ -48,7 +48,7 @@ MEANS = {
     "train_in_infer": ("train_in_infer", "fraction", "|V_S ∩ V'_S| / |V_S|"),
     "outside_safe": ("outside_train", "fraction of tokens", "what a pruned engine samples outside V_S, exact"),
 }
-# What is outside V_S: column of the safe sets, what it is a share of.
+# Shares outside V_S: column of the table `safe_sets`, and the whole that it is a share of.
 OUTSIDE = {
     "kl": "KL(q‖p), less q(V_S) times that of both restricted to V_S",
     "squared_score": "E_q‖∇_z log p(a)‖², the power of a sampled token's gradient, its terms outside V_S",
@@ -56,7 +56,7 @@ OUTSIDE = {
 
 
 def over(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Their ratio, not finite where there is nothing."""
+    """Return the ratio; it is not finite where `below` is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return above / below
 
@@ -71,23 +71,24 @@ class Group:
     draws: bootstrap.Draws
     sources: tuple[str, ...]
     over: str = ""
-    """What intervals are over, in words."""
+    """Description of what intervals are over."""
 
     @property
     def where(self) -> dict[str, str]:
+        """Return the coordinates of its statistics."""
         return {"policy": self.policy, "engine": self.engine}
 
     def sums(self, rows: pd.DataFrame, columns: list[str]) -> np.ndarray:
-        """Sums of the columns over the rows, (R, K)."""
+        """Return sums of the columns over the rows, (R, K)."""
         per_unit = rows.groupby("unit")[columns].sum().reindex(range(self.draws.count_RU.shape[1]), fill_value=0.0)
         return self.draws.count_RU @ per_unit.to_numpy(dtype=float)
 
     def ratio(self, rows: pd.DataFrame, above: str, below: str) -> np.ndarray:
-        """Σ above / Σ below, (R,); NaN where there is nothing."""
+        """Return Σ above / Σ below, (R,); NaN if both are 0."""
         return over(*self.sums(rows, [above, below]).T)
 
     def binned(self, rows: pd.DataFrame, key: str, column: str) -> tuple[np.ndarray, np.ndarray]:
-        """(values of `key`, sums of `column` (R, K)), a column for each value, in increasing order."""
+        """Return the values of `key` in increasing order, (K,), and the sums of `column` for each of them, (R, K)."""
         wide = rows.pivot_table(index="unit", columns=key, values=column, aggfunc="sum", fill_value=0.0)
         per_unit = wide.reindex(range(self.draws.count_RU.shape[1]), fill_value=0.0)
         return per_unit.columns.to_numpy(dtype=float), self.draws.count_RU @ per_unit.to_numpy(dtype=float)
@@ -104,10 +105,11 @@ class Group:
         scale: bootstrap.Scale | None = None,
         signed: bool = False,
     ) -> Statistic:
-        """A number with its interval, on a scale that by default follows from the unit; a maximum alone has none.
+        """Return a number with its interval; a single value, which is a maximum, has none.
 
-        where : of what it is beside policy and engine. resolution : by which the interval is wider.
-        signed : whether it is |x|, from replicates of an x that has a sign.
+        where : coordinates beside policy and engine. resolution : width that is added to the interval.
+        scale : of the interval; by default it follows from the unit.
+        signed : whether the number is |x|, and the replicates are of an x that has a sign.
         """
         value, low, high, text = value_R, math.nan, math.nan, "a maximum has no interval"
         if np.ndim(value_R):
@@ -124,7 +126,7 @@ class Group:
 
 
 def groups(experiment: Experiment, reader: Reader) -> list[Group]:
-    """The measurements of each policy and engine; all have the same draws, so that their differences are paired."""
+    """Return the measurements of each policy and engine; all have the same draws, so that differences are paired."""
     settings, resampling = experiment.mismatch, experiment.evaluation
     draws = bootstrap.draws(
         len(experiment.seeds), settings.problems, resampling.bootstrap_resamples, resampling.seed, shared=False
@@ -143,39 +145,39 @@ def groups(experiment: Experiment, reader: Reader) -> list[Group]:
 
 
 def over_what(experiment: Experiment) -> str:
-    """What the intervals are over, and how they are made, in words: each seed has problems of its own."""
+    """Say in words what the intervals are over, and how they are made: each seed has problems of its own."""
     if bootstrap.covers_seeds(experiment.seeds):
         return f"{len(experiment.seeds)} seeds, each with problems of its own: jackknife over seeds, quantiles of t"
     return "problems, not over seeds: bootstrap"
 
 
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Every number of each policy and engine; those that are not defined are left out."""
+    """Yield every number of each policy and engine; those that are not defined are left out."""
     for group in groups(experiment, reader):
         yield from group_statistics(group)
 
 
 def group_statistics(group: Group) -> Iterator[Statistic]:
-    """Of one policy and engine."""
+    """Yield every number of one policy and engine; those that are not defined are left out."""
     for of_table in (_noise, _by_probability, _bounds, _safe_sets, _by_length):
         yield from (one for one in of_table(group) if math.isfinite(one.value))
 
 
 def _scale(unit: str, value: float) -> bootstrap.Scale:
     if unit.startswith("fraction"):
-        # None of so many tokens, or all: not as many trials as there are problems.
+        # At 0 or 1 the share scale would take problems for trials, but these are shares of many tokens.
         return "share" if 1e-9 < value < 1 - 1e-9 else "plain"
     return "ratio" if unit.startswith(ON_RATIO_SCALE) else "plain"
 
 
 def magnitude(value: float, low: float, high: float) -> tuple[float, float, float]:
-    """|x| with its interval, from those of x. Taking |x| of each replicate would make opposite signs look alike."""
+    """Return |x| with its interval, from those of x. Taking |x| of each replicate would make opposite signs alike."""
     nearest = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
     return abs(value), nearest, max(abs(low), abs(high))
 
 
 def _noise(group: Group) -> Iterator[Statistic]:
-    """Of the engine, and of the trainer's own noise as control."""
+    """Yield the mismatch of the engine, and the trainer's own noise as control."""
     every = group.tables["noise"]
     for source in SOURCES:
         rows, own = every[every["source"] == source], source == ENGINE
@@ -246,7 +248,7 @@ def _bounds(group: Group) -> Iterator[Statistic]:
 class Density:
     """The density of d over some rows of the histogram, by Gaussian kernels.
 
-    The bandwidth is Silverman's, of the value, for all replicates; in a bin that is wider, half the bin's width.
+    The bandwidth is Silverman's for the value, and serves all replicates; in a wider bin it is half the bin's width.
     """
 
     def __init__(self, group: Group, rows: pd.DataFrame, weighting: str):
@@ -272,17 +274,17 @@ class Density:
         widths_D = np.where(np.isfinite(highs_D - lows_D), highs_D - lows_D, 1.0)
         self._bandwidth_D = np.maximum(silverman, widths_D / 2)
         inside_D = self._centre_D[(self._centre_D >= low) & (self._centre_D <= high)]
-        # Eight from each bin's centre to the next: their distances follow the bins'.
+        # Eight points from each bin's centre to the next, so that they are as dense as the bins.
         places_G = np.arange(8 * (len(inside_D) - 1) + 1) / 8
         self.points_G = np.interp(places_G, np.arange(len(inside_D)), inside_D)
         modes_R = self.points_G[self.at(self.points_G).argmax(axis=1)]
         self.mode_R = np.where(self._weight_RD.sum(axis=1) > 0, modes_R, np.nan)
-        """Where the density is highest, of the value and of each replicate; NaN without a token."""
+        """The d of highest density, for the value and each replicate; NaN without a token."""
         self.resolution = float(widths_D[np.abs(self._centre_D - self.mode_R[0]).argmin()])
         """Width of the bin of d in which the mode lies; the mode is not known more finely."""
 
     def at(self, points_G: np.ndarray) -> np.ndarray:
-        """The density at some d, of the value and of each replicate, (R, G)."""
+        """Return the density at some d, for the value and each replicate, (R, G)."""
         scaled_DG = (points_G[None] - self._centre_D[:, None]) / self._bandwidth_D[:, None]
         kernel_DG = np.exp(-0.5 * scaled_DG**2) / (self._bandwidth_D[:, None] * math.sqrt(2 * math.pi))
         total_R1 = self._weight_RD.sum(axis=1, keepdims=True).clip(min=np.finfo(float).tiny)
@@ -295,7 +297,7 @@ def _safe_sets(group: Group) -> Iterator[Statistic]:
     shift = table["log_ratio"].max()
     weight = np.exp(table["log_ratio"] - shift)
     table = table.assign(
-        # Means over a response's positions, made sums again.
+        # The table has means over a response's positions; ratios need sums.
         **{name: table[column] * table["tokens"] for name, (column, _, _) in MEANS.items()},
         responses=1.0,
         weight=weight,
@@ -342,7 +344,7 @@ def _safe_sets(group: Group) -> Iterator[Statistic]:
 
 
 def _by_length(group: Group) -> Iterator[Statistic]:
-    """How the mismatch of a response adds up over its first tokens."""
+    """Yield how the mismatch of a response adds up over its first tokens."""
     table = group.tables["prefixes"]
     # ESS does not depend on the weights' scale.
     weight = np.exp(table["log_ratio"] - table.groupby("length")["log_ratio"].transform("max"))
@@ -362,6 +364,6 @@ def _by_length(group: Group) -> Iterator[Statistic]:
             ("ess", ess_R, "fraction of responses", "(Σw)² / Σw² / count with w = ∏_t r_t"),
         ):
             how, where = f"{what}; of the first {length} tokens of each response", {"length": str(length)}
-            # Of responses there are as many trials as problems.
+            # Unlike tokens, responses can be taken as one trial per problem, also at a share of 0 or 1.
             scale = "share" if name == "kept" else None
             yield group.statistic(f"{name}_by_length", value_R, unit, how, where, scale=scale)

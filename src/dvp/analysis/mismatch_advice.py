@@ -1,4 +1,4 @@
-"""What a stack of engine and trainer asks for, in words, and the rules by which that is decided."""
+"""Advise on the correction that an engine beside a trainer needs, by rules that are stated with the advice."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from dvp.analysis.formats import digits
 from dvp.core.limits import FEW
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-"""Response lengths, tokens, for which it is forecast what corrections keep."""
+"""Response lengths, tokens, for which the share that corrections keep is forecast."""
 EVEN, REACHED, OUT_OF_REACH = 0.9, 0.5, 0.1
 RULES = (
     f"No correction: the effective sample size of sequence weights is at least {100 * EVEN:g} % at {LENGTHS[-1]:,} "
@@ -23,12 +23,12 @@ RULES = (
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of one engine. Shares are in [0, 1], KL in nats per token."""
+    """The numbers behind the advice on one engine. Shares are in [0, 1], KL in nats per token."""
 
     engine: str
     kl: float
     error: float | None
-    """KL of the engine from the trainer's forward pass with the engine's own weights; None if that is not known."""
+    """KL of the engine from the trainer's forward pass with the engine's own weights; None if unknown."""
     limit: float | None
     """The largest error that the engine's other rounding explains."""
     noise: Mapping[str, float]
@@ -36,17 +36,17 @@ class Numbers:
     ess: Mapping[int, float]
     """Effective sample size of sequence weights, by length."""
     kept: Mapping[str, Mapping[int, float]]
-    """By correction and length."""
+    """Share that a correction keeps, by its name and by length."""
     outside: Mapping[str, tuple[float, float]]
     """Shares of KL and of gradient power outside V_S, by ρ; empty where the whole vocabulary is not known."""
     suspicions: Sequence[str] = ()
-    """What is implausible about the log-probs, in sentences; with any, no correction is advised."""
+    """Sentences on what is implausible about the log-probs; with any, no correction is advised."""
     left_out: str = ""
     """Which tokens had no usable log-prob, in a sentence."""
 
 
 def verdict(numbers: Numbers) -> str:
-    """In a word: `check first`, `none`, or the corrections that serve, with the length up to which they do."""
+    """Return the advice in a word: `check first`, `none`, or the corrections to use, and up to which length."""
     if numbers.suspicions:
         return "check first"
     if numbers.ess[LENGTHS[-1]] >= EVEN:
@@ -58,7 +58,7 @@ def verdict(numbers: Numbers) -> str:
 
 
 def advice(numbers: Numbers) -> list[str]:
-    """Say how large the mismatch is and what is suspicious, or which correction it needs and if pruning reaches it."""
+    """Say how large the mismatch is, and what is suspicious, or which correction it needs and if pruning reaches it."""
     size = f"Engine {numbers.engine}: KL {numbers.kl:.2g} nats per token"
     if bf16 := numbers.noise.get("bf16"):
         size += f", {digits()(numbers.kl / bf16)} times what the trainer has against itself in bf16 ({bf16:.2g})"
@@ -97,5 +97,5 @@ def _reach(numbers: Numbers) -> str:
 
 
 def percent(share: float) -> str:
-    """Two digits, or a whole number."""
+    """Format a share in percent with two digits, or as a whole number from 10 % on."""
     return "< 0.01 %" if 0 < share < 1e-4 else f"{digits()(100 * share)} %"

@@ -1,7 +1,7 @@
-"""The table and the page of `dvp mismatch --model`: has this stack of engine and trainer a problem?
+"""Make the table and the page of `dvp mismatch --model`, which say whether engine and trainer are too far apart.
 
-What is shown comes from a Stack: a row a sampled token, whoever wrote it, and what there is of the whole vocabulary.
-Shape suffixes: N tokens, B simulated responses, T their tokens.
+Both come from a Stack: one row per sampled token, from a measurement, a file or a server, and tables over the whole
+vocabulary if it was measured. Shape suffixes: N tokens, B simulated responses, T their tokens.
 """
 
 import base64
@@ -29,14 +29,14 @@ from dvp.evaluation import bootstrap
 from dvp.measurement.files import ENGINE
 
 RESAMPLES = 1000
-WORST = 5  # tokens that are listed
-DRAWN = 3000  # tokens in a figure
+WORST = 5  # tokens listed per engine
+DRAWN = 3000  # tokens drawn per engine
 METHODS = {"MIS": "rloo_mis", "TRM": "rloo_trm", "Geo-RS": "rloo_geo_rs", "token TIS": "rloo_tis"}
-"""The catalogue's methods whose corrections are forecast; token TIS rejects nothing: of it, the tokens left uncut."""
+"""The catalogue's methods whose corrections are forecast; for token TIS, which rejects nothing, the uncut tokens."""
 READ = ("tokens", "histogram", "noise", "safe_sets")
 """The tables of a measurement that are shown."""
 CONTROLS = {"bf16": "itself, bf16", "shape": "itself, shape"}
-"""Of the trainer, the measurement's controls, as their columns are headed."""
+"""The controls of a measurement, with the headings of their columns."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,30 @@ class Stack:
 
     engine: str
     tokens: pd.DataFrame
-    """See dvp.measurement.files.TOKENS; `text` if it is known. At least response, position, token, log_p and log_q."""
+    """Columns of dvp.measurement.files.TOKENS, at least response, position, token, log_p and log_q; `text` if known."""
     error: float | None = None
     """See Numbers."""
     limit: float | None = None
     """See Numbers."""
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
-    """`histogram`, `noise` and `safe_sets` of the measurement where the whole vocabulary was compared, else none."""
+    """`histogram`, `noise` and `safe_sets` of a measurement over the whole vocabulary; empty without one."""
     left_out: str = ""
     """See Numbers."""
 
     @property
     def log_ratio_N(self) -> np.ndarray:
+        """Return log p − log q of each token, nats."""
         return (self.tokens["log_p"] - self.tokens["log_q"]).to_numpy()
 
     @property
     def kl_N(self) -> np.ndarray:
-        """KL of each position, or what estimates it from the sampled token: r − log r − 1."""
+        """Return the KL at each position, or its estimate from the sampled token, r − log r − 1; nats."""
         if "kl" in self.tokens:
             return self.tokens["kl"].to_numpy()
         return np.expm1(self.log_ratio_N) - self.log_ratio_N
 
     def kl(self) -> tuple[float, float, float]:
-        """Mean over the tokens, with its 95 % bootstrap interval over problems (responses, of fewer than two)."""
+        """Return the mean KL over tokens and its 95 % bootstrap interval over problems (responses, if only one)."""
         problems = self.tokens.get("problem", pd.Series(dtype=object)).nunique()
         unit = "problem" if problems > 1 else "response"
         sums = pd.DataFrame({"unit": self.tokens[unit], "kl": self.kl_N, "tokens": 1.0}).groupby("unit").sum()
@@ -76,10 +77,10 @@ class Stack:
         return draws.estimate(kl_R / tokens_R)
 
     def law(self) -> tuple[np.ndarray, np.ndarray]:
-        """The law of a token's log-ratio: values, and their probabilities.
+        """Return the distribution of a token's log-ratio: values, and their probabilities.
 
-        Where the whole vocabulary is known all of its tokens count, each as likely as the engine samples it, so that
-        rare ones need not have been sampled; else the sampled ones.
+        If the whole vocabulary is known, all of its tokens count with the engine's probabilities, so that rare ones
+        need not have been sampled; otherwise the sampled tokens count.
         """
         if "histogram" not in self.tables:
             return self.log_ratio_N, np.full(len(self.tokens), 1 / len(self.tokens))
@@ -90,12 +91,12 @@ class Stack:
 
 
 def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
-    """What the advice is made of. Tokens of a simulated response are drawn from the law, independently.
+    """Compute the numbers behind the advice. Forecasts draw tokens independently from `Stack.law`.
 
-    rules : a correction by the name in METHODS.
+    rules : a correction by the name in METHODS. Raises DvpError if engine and trainer have identical log-probs.
     """
     values_N, probability_N = stack.law()
-    # Of independent tokens, exactly: (E w)² / E w² of the products.
+    # Exact for independent tokens: the ESS (E w)² / E w² of a sequence's weight w, the product of its ratios.
     first, second = (np.log(probability_N @ np.exp(power * values_N)) for power in (1, 2))
     noise, outside = {}, {}
     if "noise" in stack.tables:
@@ -129,7 +130,7 @@ def numbers(stack: Stack, rules: Mapping[str, ImportanceRule]) -> Numbers:
 
 
 def dispersion(stack: Stack) -> float:
-    """Variance of the responses' summed log-ratios over that of independent tokens of the law: 1 if they are."""
+    """Return the variance of responses' summed log-ratios over that of independent tokens."""
     values_N, probability_N = stack.law()
     mean = probability_N @ values_N
     keys = [*stack.tokens.columns.intersection(["problem"]), "response"]
@@ -139,7 +140,7 @@ def dispersion(stack: Stack) -> float:
 
 
 def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
-    """What the terminal has, too: a row an engine, and its advice."""
+    """Return the table of the page and the terminal: one row per engine, with its advice as a note."""
     headings = ["engine", "KL per token", *CONTROLS.values(), "beyond its weights", "limit"]
     headings += ["worst token", f"MIS at {LENGTHS[-1]:,}", "outside V_S", "needs"]
     rows, intervals = [], []
@@ -167,7 +168,7 @@ def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
 def page(
     stacks: list[Stack], found: list[Numbers], rules: Mapping[str, ImportanceRule], title: str, about: Mapping[str, str]
 ) -> str:
-    """The page as HTML, which loads nothing from anywhere. `about` is shown as it is: device, model, versions."""
+    """Return the page as HTML that loads nothing from elsewhere. `about` is shown as it is: device, model, versions."""
     first = summary(stacks, found, "How far engine and trainer are apart")
     verdicts, notes = first.notes[: len(found)], first.notes[len(found) :]
     tables = [_by_position(stacks), _forecast(stacks, found, rules)]
@@ -186,7 +187,7 @@ def page(
 
 
 def _worst(stacks: list[Stack]) -> Formatted:
-    """The sampled tokens with the largest |log-ratio|."""
+    """List the sampled tokens with the largest |log-ratio|."""
     rows = []
     for stack in stacks:
         order = np.argsort(-np.abs(stack.log_ratio_N), kind="stable")[:WORST]
@@ -248,8 +249,9 @@ def _outside(found: list[Numbers]) -> Formatted:
 
 
 def _by_probability(stacks: list[Stack]) -> str:
-    """Sampled tokens as dots; means over the vocabulary, weighted by q, as lines, of the engine and the controls. PNG,
-    in base 64.
+    """Draw |log p − log q| over p: sampled tokens as dots; q-weighted means of engine and controls as lines.
+
+    Returns a PNG in base 64.
     """
     colors, rows, across = list(FAMILIES.values()), math.ceil(len(stacks) / 2), min(len(stacks), 2)
     looks = {ENGINE: ("engine, mean", colors[4], "-"), "bf16": ("trainer against itself in bf16", DARK, LINES[3])}
@@ -261,7 +263,7 @@ def _by_probability(stacks: list[Stack]) -> str:
         figure.supylabel("|log p − log q| (nats)", fontsize=9)
         for empty in panels[len(stacks) :]:
             empty.set_visible(False)
-        # What is far below most tokens, such as the trainer's noise in another batch shape, takes no decades of theirs.
+        # A line far below most tokens, such as the trainer's noise in another batch shape, must not stretch the axis.
         floor = np.quantile(np.abs(np.concatenate([stack.log_ratio_N for stack in stacks])), 0.1) / 3
         for axes, stack in zip(panels, stacks, strict=False):
             chosen = np.random.default_rng(0).permutation(len(stack.tokens))[:DRAWN]

@@ -1,4 +1,4 @@
-"""The text that stands in templates/."""
+"""The environment of the Jinja templates in templates/."""
 
 import jinja2
 

@@ -1,4 +1,4 @@
-"""Of which parts the report of an experiment consists; each is drawn by a rule of its own."""
+"""The parts of an experiment's report, each with statistics and tables of its own."""
 
 from dvp.experiment.config import Experiment
 from dvp.experiment.data import GeneratedSource
@@ -8,11 +8,12 @@ FEWEST_RHOS = 3
 
 
 def parts(experiment: Experiment) -> list[str]:
-    """training: scores of the grid; matrix: under several policies; diversity: different solutions, of problems
-    that can have several; curve: along training.
+    """List the parts that an experiment's report has.
 
-    mismatch, bias: at fixed policies; variance: of gradients, by position, where the measurements of `bias` have it;
-    bias_length: over the length of responses, where they are made with several tasks.
+    training: scores of the grid; matrix: scores under several policies; diversity: different solutions, if problems
+    can have several; curve: scores along training; mismatch, bias: measurements at fixed policies; variance: of
+    gradients by position, if `bias` measures it; bias_length: bias over the length of responses, if `bias` has several
+    tasks.
     """
     asked = {
         "training": True,
@@ -28,7 +29,10 @@ def parts(experiment: Experiment) -> list[str]:
 
 
 def swept(experiment: Experiment) -> dict[GridPoint, list[str]]:
-    """The ρ that are trained of every sweep, a grid point without ρ: three or more are measured at the base policy."""
+    """Return the trained ρ of every sweep, keyed by its grid point without ρ.
+
+    A sweep has at least three ρ whose estimators are measured at the base policy, on the engine of training.
+    """
     if experiment.bias is None or "base" not in experiment.bias.policies or experiment.bias.tasks:
         return {}
     trained: dict[GridPoint, list[str]] = {}
@@ -44,7 +48,7 @@ def swept(experiment: Experiment) -> dict[GridPoint, list[str]]:
 
 
 def several_solutions(experiment: Experiment) -> bool:
-    """Whether the problems of report.task can have several solutions, of which each is right."""
+    """Return whether the problems of report.task can have several correct solutions."""
     data, task = experiment.data, experiment.report.task
     source = experiment.sources[data.train if task == "held_out" else task]
     return isinstance(source, GeneratedSource) and source.several_solutions

@@ -1,4 +1,4 @@
-"""Grid points: where a number of theirs stands, with which others they are compared, and how they are called."""
+"""Grid points: the coordinates of their statistics, the points that they are compared with, and their names."""
 
 from collections.abc import Iterable
 
@@ -9,18 +9,18 @@ from dvp.experiment.grid import GridPoint, Sampler, setting_as_written, settings
 BASE = "base"
 
 
-# What a method is compared with in each pairing: the setting that is left out, its value then, what may differ besides.
+# By pairing: the setting that the counterpart leaves out, its value then, and the settings that may differ.
 _LEFT_OUT = {
     "unpruned": ("safe_vocabulary", None, ["safe_vocabulary"]),
-    # With the true norms of gradients or with their proxy, OTB alone has use for either.
+    # true_norms may differ, too, as only OTB uses it.
     "rloo": ("advantage", "rloo", ["advantage", "true_norms"]),
 }
 
 
 def where_of(experiment: Experiment, point: GridPoint | None, sampler: Sampler | None = None) -> dict[str, str]:
-    """A point, or the base model, as statistics name it: a point also by the settings in which the grid differs.
+    """Return the coordinates of a point's statistics, or the base model's: method, engine, ρ and the grid's settings.
 
-    sampler : beside that, what it was sampled with.
+    sampler : adds evaluated_on and evaluated_rho, for numbers that depend on the sampler.
     """
     where = {"method": BASE, "engine": "none", "rho": "none"}
     if point is not None:
@@ -30,8 +30,10 @@ def where_of(experiment: Experiment, point: GridPoint | None, sampler: Sampler |
 
 
 def counterpart(experiment: Experiment, method: str, among: Iterable[str], pairing: str) -> str | None:
-    """Of `among` the method without safe vocabulary (`unpruned`) or with RLOO's advantage (`rloo`) that is like
-    `method` in all else; None if there is none, and of such methods themselves.
+    """Find the method in `among` that is like `method` except for the setting of the pairing.
+
+    unpruned : it has no safe vocabulary. rloo : it has RLOO's advantage.
+    None if there is none, or if `method` is such a method itself.
     """
     own = experiment.methods[method]
     setting, value, free = _LEFT_OUT[pairing]
@@ -45,12 +47,12 @@ def counterpart(experiment: Experiment, method: str, among: Iterable[str], pairi
 
 
 def estimator_counterpart(experiment: Experiment, method: str, pairing: str) -> str | None:
-    """The same among the compared estimators."""
+    """Find the `counterpart` of a method among the compared estimators."""
     return counterpart(experiment, method, (name for name, _ in experiment.estimators), pairing)
 
 
 def partner(experiment: Experiment, point: GridPoint, pairing: str) -> GridPoint | None:
-    """With which point one is compared; None if there is none, and of that point itself.
+    """Return the point that one is compared with; None if there is none, or if it is the point itself.
 
     unpruned, rloo : its counterpart on the same engine with the same training settings (of rloo with the same ρ).
     reference : the reference. equal_settings : the reference's method on the same engine with the same settings.
@@ -74,7 +76,7 @@ def partner(experiment: Experiment, point: GridPoint, pairing: str) -> GridPoint
 
 
 def role(experiment: Experiment, point: GridPoint | None) -> str:
-    """`base`, `reference`, `control` or nothing."""
+    """Return a point's role: `base` (without a point), `reference`, `control` or an empty string."""
     if point is None:
         return BASE
     if point == experiment.reference_point:
@@ -83,14 +85,14 @@ def role(experiment: Experiment, point: GridPoint | None) -> str:
 
 
 def point_name(experiment: Experiment, point: GridPoint, beside: GridPoint | None = None) -> str:
-    """A point in words; its engine where that is not the one of `beside`."""
+    """Describe a point in words; its engine is left out if it is that of `beside`."""
     engine = [] if beside is not None and beside.engine == point.engine else [point.engine]
     parts = [experiment.methods[point.method].label, *engine, *settings_as_read(experiment.settings_of(point))]
     return ", ".join(parts if point.rho is None else [*parts, f"ρ = {rho_text(point.rho)}"])
 
 
 def policy_label(experiment: Experiment, policy: str) -> str:
-    """How the policy of a measurement is called, `base` or a grid point's path."""
+    """Describe the policy of a measurement, which is `base` or a grid point's path."""
     for point in experiment.points:
         if point.path == policy:
             rho = "" if point.rho is None else f", ρ = {rho_text(point.rho)}"
@@ -100,7 +102,7 @@ def policy_label(experiment: Experiment, policy: str) -> str:
 
 
 def seeds_text(experiment: Experiment) -> str:
-    """How many seeds, in words."""
+    """Say in words how many seeds there are, or base models if the experiment has replicates."""
     count = len(experiment.seeds)
     if experiment.replicates:
         return f"{count} base models"

@@ -1,4 +1,4 @@
-"""What experiments that differ in the base model say together: means over them, with intervals over them."""
+"""Combine experiments that differ in the base model: means over them, with intervals over them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,25 +7,25 @@ from dvp.analysis.estimates import over_seeds, t_over_seeds
 from dvp.analysis.statistics import Statistic, lookup, without_interval
 from dvp.experiment.config import Experiment
 
-# Those that mean the same in every base model, and whose interval in one is over its own problems and seeds.
+# Quantities that mean the same for every base model, and whose interval within one is over its problems and seeds.
 QUANTITIES = (
     *("score", "pass_at_k", "maj_at_k", "score_change_percent"),
     *("score_over_reference", "score_over_unpruned", "score_over_rloo"),
     *("final_k3", "final_reward", "kept"),
 )
-OF_EACH = ("score", "score_over_reference", "score_over_unpruned")  # of each replicate as well, seed_NAME
+OF_EACH = ("score", "score_over_reference", "score_over_unpruned")  # also per replicate, as seed_NAME
 
 
 def folders(experiment: Experiment, folder: Path) -> list[Path]:
-    """Of its replicates, beside the experiment's own, `folder`."""
+    """Return the folders of an experiment's replicates, which lie beside its own, `folder`."""
     return [folder.parent / name for name in experiment.replicates]
 
 
 def across(experiment: Experiment, measured: list[list[Statistic]]) -> Iterator[Statistic]:
-    """QUANTITIES of the replicates, as means with t intervals, and some as each replicate has them.
+    """Yield QUANTITIES as means over the replicates with t intervals, and those in OF_EACH also per replicate.
 
-    An interval covers all in which they differ: the base model, and what is made of it, its runs and, where they have
-    problems of their own, these. It needs no number of theirs but the value.
+    An interval covers everything in which replicates differ: base models, runs, and problems if they have their own. It
+    is made from the replicates' values alone.
 
     Args:
         measured: the statistics of each replicate, in the order of `experiment.replicates`.

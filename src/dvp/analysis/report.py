@@ -1,4 +1,4 @@
-"""A report: of each of its parts, load, make statistics of the frames, then tables and figures of the statistics."""
+"""Make a report: load each part's frames, compute statistics, then draw tables and figures from the statistics."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,16 +20,16 @@ from dvp.files import atomic_path, read_json, verify_checksums, write_text
 
 @dataclass(frozen=True)
 class Part:
-    """A report."""
+    """A report's statistics, tables and series, and the files that they come from."""
 
     statistics: list[Statistic]
     tables: dict[str, Table]
     files: dict[str, dict[str, Any]]
-    """Origin of the stages' JSON files behind all of it."""
+    """Origin of the stages' JSON files, by path."""
     series: pd.DataFrame = field(default_factory=lambda: series.joined([]))
     """Curves, as dvp.analysis.series makes them."""
     manifest: dict[str, Any] = field(default_factory=dict)
-    """Of a report that is kept, report/manifest.json."""
+    """report/manifest.json of a report that was read; empty for one that was just made."""
 
 
 MEASURES = {
@@ -45,7 +45,7 @@ MEASURES = {
 
 
 def make(experiment: Experiment, results: Path) -> Part:
-    """The report of what is in the experiment's own folder, results/E.
+    """Make the report of an experiment from its folder, results/E.
 
     Raises DvpError if an input is missing, malformed, or written by another version of the experiment.
     """
@@ -57,7 +57,7 @@ def make(experiment: Experiment, results: Path) -> Part:
         return Part(statistics, make_tables(experiment, statistics), files)
     reader = Reader(experiment, results)
     wanted = set(parts(experiment))
-    # What several solutions are held against.
+    # Diversity is compared with the scores by policy.
     wanted |= {"matrix"} if "diversity" in wanted else set()
     statistics = [one for part, of in MEASURES.items() if part in wanted for one in of(experiment, reader)]
     curves = list(series.training(experiment, reader))
@@ -66,7 +66,7 @@ def make(experiment: Experiment, results: Path) -> Part:
 
 
 def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:
-    """report/estimates.parquet and series.parquet below `folder`, and what `draw` makes."""
+    """Write report/estimates.parquet and series.parquet below `folder`, then `draw`; return the figures' names."""
     for name, frame in ((ESTIMATES, to_frame(part.statistics)), (series.SERIES, part.series)):
         with atomic_path(folder / name) as temporary:
             frame.to_parquet(temporary, index=False)
@@ -74,7 +74,7 @@ def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:
 
 
 def draw(experiment: Experiment, part: Part, folder: Path) -> list[str]:
-    """figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html below `folder`. Returns the figures' names."""
+    """Write figures/*.svg and *.png, tables/*.csv, *.md, *.tex and *.html below `folder`; return the figures' names."""
     drawn = figures.draw(experiment, part.statistics, part.series)
     for name, figure in drawn.items():
         figures.save(figure, folder / "figures", name)
@@ -98,9 +98,12 @@ def estimates_of(experiment: Experiment, folder: Path) -> tuple[list[Statistic],
 
 
 def kept(experiment: Experiment, folder: Path) -> Part:
-    """Read the report in an experiment's folder, results/E, its tables made anew. Raises DvpError as `estimates_of`."""
+    """Read the report in an experiment's folder, results/E, and rebuild its tables.
+
+    Raises DvpError as `estimates_of`.
+    """
     statistics, manifest = estimates_of(experiment, folder)
-    # Numbers that were brought over from an older table keep its notes, which say how they were made.
+    # Numbers taken over from an older table keep its notes, which say how they were made.
     notes = manifest.get("notes", {})
     tables = {
         name: replace(table, notes=notes.get(name, table.notes))
@@ -110,10 +113,10 @@ def kept(experiment: Experiment, folder: Path) -> Part:
 
 
 def provenance(experiment: Experiment, part: Part) -> dict[str, Any]:
-    """Of each cell of the tables the keys of `files` that it comes from; of each file its origin.
+    """Return the files behind each cell of the tables, and the origin of each file.
 
-    tables.TABLE.POINT.COLUMN is a list of files, paths relative to the experiment's folder; an empty one is of a cell
-    that the experiment itself defines, or that is undefined.
+    tables.TABLE.POINT.COLUMN is a list of keys of `files`, paths relative to the experiment's folder; it is empty for a
+    cell that the experiment itself defines, or that is undefined.
     """
     return {
         "experiment": experiment.name,

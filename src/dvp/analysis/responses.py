@@ -1,4 +1,4 @@
-"""The recorded responses of an experiment's runs, and a page on which to read them token by token.
+"""Read the recorded responses of an experiment's runs, and make a page that shows them token by token.
 
 The page is one file that loads nothing from anywhere: data, style and script are in it, and its content security
 policy allows nothing else. What a model wrote enters it as JSON and as text, never as markup.
@@ -29,9 +29,9 @@ from dvp.tracking.names import policy_title
 from dvp.tracking.record import read_rows
 from dvp.training.responses import RESPONSES, read_responses
 
-# Bytes of data on the page. Snakemake's report holds the page as text within text.
+# Bytes of data on the page. Snakemake's report embeds the page as text within text.
 PAGE_BYTES = 5_000_000
-# Of a longer response the page shows both ends and the surroundings of its worst tokens.
+# A longer response is shown by both ends and the surroundings of its worst tokens.
 END_TOKENS = 500
 WORST_SHOWN = 5
 AROUND = 50
@@ -41,53 +41,61 @@ STEP_METRICS = ("reward", "k3", "gradient_norm", "entropy")
 
 @dataclass(frozen=True)
 class Recorded:
-    """The responses that were kept of a run."""
+    """The recorded responses of a run."""
 
     run: Run
     label: str
     table: pa.Table
-    """As `dvp.training.responses.read_responses` gives it."""
+    """The table of `dvp.training.responses.read_responses`."""
     metrics: dict[int, dict[str, Any]]
     """The finished steps' rows of metrics.jsonl."""
 
     @property
     def collapsed_at(self) -> int | None:
+        """Return the first step that collapsed, or None."""
         return min((step for step, row in self.metrics.items() if row.get("collapsed")), default=None)
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """Of each response."""
+        """Return the step of each response."""
         return self.table["step"].to_numpy()
 
     def tokens(self, name: str) -> np.ndarray:
-        """A column of all tokens, one response after the other."""
+        """Return a column of all tokens, one response after the other."""
         return self.table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """|log p − log q| of all tokens, nats; 0 outside the safe vocabulary and at a tool's."""
+        """Return |log p − log q| of all tokens, nats; 0 outside the safe vocabulary and for a tool's tokens."""
         sizes = np.abs(self.tokens("pruned_log_prob") - self.tokens("infer_log_prob"))
         return np.where(self.tokens("in_safe"), sizes, 0.0)
 
     @cached_property
     def largest(self) -> np.ndarray:
-        """Of each response."""
+        """Return the largest |log p − log q| of each response, nats."""
         ends = np.cumsum(pc.list_value_length(self.table["token_id"]).to_numpy())
         return np.maximum.reduceat(self.sizes, [0, *ends[:-1]])
 
     @cached_property
     def range(self) -> float:
-        """Where the colours of log p − log q end, nats: 1, 2 or 5 times a power of ten, with 99 % of tokens below."""
+        """Return the end of the colour scale of log p − log q, nats: 1, 2 or 5 times a power of ten.
+
+        At least 99 % of the model's tokens lie within it.
+        """
         high = max(float(np.quantile(self.sizes[self.tokens("written")], 0.99)), SMALLEST_RANGE)
         power = 10.0 ** math.floor(math.log10(high))
         return float(f"{next(step * power for step in (1, 2, 5, 10) if high <= step * power or step == 10):g}")
 
     def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        """Return some responses, each by column name."""
         return self.table.take(pa.array(indices, pa.int64())).to_pylist()
 
 
 def recorded(experiment: Experiment, folder: Path, run: Run) -> Recorded:
-    """What was kept of `run` so far, or before it failed; `folder` is results/E. Raises DvpError."""
+    """Read the responses that `run` has recorded so far, or before it failed; `folder` is results/E.
+
+    Raises DvpError if they cannot be read.
+    """
     place = folder / "runs" / run.path
     file, *_ = [*responses_files(folder, run), place / RESPONSES]
     metrics = place / "metrics.jsonl"
@@ -96,7 +104,7 @@ def recorded(experiment: Experiment, folder: Path, run: Run) -> Recorded:
 
 
 def responses_files(folder: Path, run: Run) -> list[Path]:
-    """What a run has recorded, the newest first: its own file, and what it left beside its checkpoints as it failed."""
+    """List the files of a run's responses, newest first: its own, and, unless it finished, those beside checkpoints."""
     place = folder / "runs" / run.path
     own = [file for file in [place / RESPONSES] if file.exists()]
     if (place / "train.json").exists():
@@ -106,32 +114,32 @@ def responses_files(folder: Path, run: Run) -> list[Path]:
 
 
 def log_ratios(row: dict[str, Any]) -> np.ndarray:
-    """log p − log q of a response's tokens, nats: of the policies that were sampled, pruned if the run prunes."""
+    """Return log p − log q of a response's tokens, nats, of the sampled policies: pruned if the run prunes."""
     return np.subtract(row["pruned_log_prob"], row["infer_log_prob"])
 
 
 def worst_tokens(row: dict[str, Any], count: int) -> list[int]:
-    """Positions of the tokens with the largest |log p − log q|, the largest first.
+    """Return positions of the `count` tokens with the largest |log p − log q|, the largest first.
 
-    Outside the safe vocabulary log p is a convention (dvp.core.head), and a tool's tokens have none: neither are among
-    them.
+    Tokens outside the safe vocabulary, where log p is a convention (dvp.core.head), and a tool's tokens, which have no
+    log p, are left out.
     """
     size = np.where(np.logical_and(row["in_safe"], row["written"]), np.abs(log_ratios(row)), -1.0)
     return [int(position) for position in np.argsort(-size, kind="stable")[:count] if size[position] >= 0]
 
 
 def visible(text: str) -> str:
-    """Text in which nothing acts on whatever shows it: control and format characters are made visible.
+    """Replace control and format characters and surrogates by visible ones, so that text cannot affect its display.
 
-    Line breaks and tabs stay; a terminal's escape sequences and changes of the writing direction do not, nor what
-    joins emoji, which then fall apart.
+    Line breaks and tabs stay; terminal escape sequences and changes of the writing direction do not, nor the characters
+    that join emoji.
     """
     acting = {one for one in set(text) - set("\n\t") if unicodedata.category(one) in ("Cc", "Cf", "Cs")}
     return text.translate({ord(one): f"⟨U+{ord(one):04X}⟩" for one in acting})
 
 
 def write_page(experiment: Experiment, folder: Path, path: Path) -> None:
-    """Write the page of responses of all runs, which have finished. Raises DvpError if a file was altered since."""
+    """Write the page of responses of all runs, which must have finished. Raises DvpError if a file was altered."""
     for run in experiment.runs:
         place = folder / "runs" / run.path
         listed = read_json(place / "train.json", "files")["files"]
@@ -150,7 +158,7 @@ def write_begun(experiment: Experiment, folder: Path) -> Path:
 
 
 def page(experiment: Experiment, runs: list[Recorded], limit: int = PAGE_BYTES) -> str:
-    """The page as HTML. Its data take at most `limit` bytes: what is left out is said on it."""
+    """Return the page as HTML. Its data take at most `limit` bytes; the page says how much is left out."""
     data = page_data(runs, limit)
     style, script = (TEMPLATES.loader.get_source(TEMPLATES, f"responses.{kind}")[0] for kind in ("css", "js"))
     shown = [response for run in data["runs"] for response in run["responses"]]
@@ -167,14 +175,14 @@ def page(experiment: Experiment, runs: list[Recorded], limit: int = PAGE_BYTES) 
 
 
 def page_data(runs: list[Recorded], limit: int) -> dict[str, Any]:
-    """What the page's script reads, of at most about `limit` bytes as JSON.
+    """Return the data that the page's script reads, at most about `limit` bytes as JSON.
 
     `tokens` lists each pair of id and text once; a response has their places in it.
     """
     tokens: dict[tuple[int, str], int] = {}
     shown: list[list[dict[str, Any]]] = [[] for _ in runs]
     size = 0
-    # A response of each run in turn: any beginning is spread evenly over runs, and over steps.
+    # Runs take turns, so that the responses that fit are spread evenly over runs, and over steps.
     orders = [[(number, index) for index in _spread(run)] for number, run in enumerate(runs)]
     for number, index in filter(None, chain(*zip_longest(*orders))):
         response = _response(runs[number].rows([index])[0], tokens)
@@ -204,7 +212,7 @@ def page_data(runs: list[Recorded], limit: int) -> dict[str, Any]:
 
 
 def _spread(run: Recorded) -> list[int]:
-    """A response of each step, the one with the largest mismatch first, then the second ones, and so on.
+    """Order a run's responses for the page: of each step the one with the largest mismatch, then the second, and so on.
 
     The steps come in the order: that of a collapse, the last, the first, then those halfway between earlier ones.
     """
@@ -217,7 +225,7 @@ def _spread(run: Recorded) -> list[int]:
 
 
 def _response(row: dict[str, Any], tokens: dict[tuple[int, str], int]) -> dict[str, Any]:
-    """A response as the page's script reads it; adds to `tokens` what is new among its own."""
+    """Return a response as the page's script reads it; adds its new tokens to `tokens`."""
     ranges = _ranges(row)
     kept = [position for low, high in ranges for position in range(low, high)]
 
@@ -252,7 +260,7 @@ def _response(row: dict[str, Any], tokens: dict[tuple[int, str], int]) -> dict[s
 
 
 def _ranges(row: dict[str, Any]) -> list[tuple[int, int]]:
-    """Which tokens of a response the page shows, as [from, to): all, unless it is long."""
+    """Return which tokens of a response the page shows, as [from, to): all, unless it is long."""
     length = len(row["token_id"])
     shown = {*range(END_TOKENS), *range(length - END_TOKENS, length)}
     for position in worst_tokens(row, WORST_SHOWN):
@@ -263,5 +271,5 @@ def _ranges(row: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an inline style or script."""
+    """Return the hash by which a content security policy allows an inline style or script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""The rows that a table can have: of an experiment and its statistics, where each stands and what it says itself."""
+"""The kinds of rows that a table can have: each with the coordinates of its statistics and its own cells."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,19 +19,19 @@ MARKS = {"control": " (control)", "reference": " (ref.)", ONLY: ", ρ at evaluat
 
 @dataclass(frozen=True)
 class Row:
-    """A row before its statistics."""
+    """A row of a table before its statistics are looked up."""
 
     name: str
     where: dict[str, str]
     """Coordinates that its statistics share."""
     cells: dict[str, Any]
-    """What the experiment itself says."""
+    """Cells that the experiment itself defines."""
     at: dict[str, str] = field(default_factory=dict)
-    """More that a column's `of` can name, beside `where`; what is not there no statistic stands at."""
+    """Further names for a column's `of`, beside `where`; one that is missing becomes empty and matches no statistic."""
 
 
 def rows_of(kind: str, experiment: Experiment, statistics: Iterable[Statistic]) -> list[Row]:
-    """The rows of a kind, each once."""
+    """Return the rows of a kind, each once. Raises DvpError for an unknown kind."""
     points = experiment.points
     match kind:
         case "models" | "points":
@@ -66,7 +66,7 @@ def rows_of(kind: str, experiment: Experiment, statistics: Iterable[Statistic]) 
 
 
 def columns_of(kind: str, experiment: Experiment, statistics: Iterable[Statistic]) -> list[dict[str, str]]:
-    """Of what there is a column each, and what its texts name."""
+    """Return the items of a kind for which a column is repeated, each with the names that the column's texts use."""
     match kind:
         case "axes":
             return [{"axis": key, "says": setting_as_read(key)} for key in experiment.axes]
@@ -75,19 +75,19 @@ def columns_of(kind: str, experiment: Experiment, statistics: Iterable[Statistic
             return [{"number": str(number), "policy": key, "says": heading(entry)} for number, (key, entry) in every]
         case "margins":
             return [{"margin": f"{margin:g}"} for margin in experiment.mismatch.margins]
-        case "lengths":  # with several policies the first one's, which the columns are called by
+        case "lengths":  # lengths of the first policy's responses, if there are several policies
             lengths = tokens_by_task(statistics, estimator_places(experiment)[0]["policy"])
             return [{"task": task, "tokens": f"{tokens:.0f}"} for task, tokens in lengths.items()]
 
 
 def tokens_by_task(statistics: Iterable[Statistic], policy: str) -> dict[str, float]:
-    """Mean length of a policy's responses to each task, the shortest first."""
+    """Return the mean length of a policy's responses by task, the shortest first."""
     own = [one for one in statistics if one.name == "response_tokens" and one.where["policy"] == policy]
     return {one.where["task"]: one.value for one in sorted(own, key=lambda one: one.value)}
 
 
 def point_row(experiment: Experiment, point: GridPoint | None) -> Row:
-    """Of a grid point, or of the base model."""
+    """Return the row of a grid point, or of the base model."""
     settings, own_role = experiment.settings_of(point) if point else {}, role(experiment, point)
     label = experiment.methods[point.method].label if point else "base model"
     cells = {
@@ -118,7 +118,7 @@ def _at(row: Row, **more: Any) -> Row:
 
 
 def _sampled(experiment: Experiment, point: GridPoint | None, rho: str | None, only: bool) -> Row:
-    """Of a model sampled at a ρ, which is one of the evaluation `only`."""
+    """Return the row of a model sampled at a ρ; `only` if the ρ belongs to the evaluation alone."""
     row = point_row(experiment, point)
     cells, at = row.cells | {"evaluated_rho": rho}, {}
     for number, entry in enumerate(entries(experiment).values()):

@@ -1,7 +1,7 @@
-"""Curves and densities of a report as one long table: what figures draw besides estimates.
+"""Make the curves and densities of a report, which figures draw besides estimates, as one long table.
 
 A row is a point of a curve: quantity, coordinates as of statistics (None where they do not apply), x, value, and low
-and high where it has an interval. What is smoothed is smoothed when it is drawn.
+and high where it has an interval. Curves are smoothed only when they are drawn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from dvp.measurement.files import ENGINE, NARROWEST, SOURCES
 SERIES = "report/series.parquet"  # in an experiment's folder
 NUMBERS = ("x", "value", "low", "high")
 BY_STEP = ("reward", "k3", "gradient_norm")
-# p of the tokens of which the density of d is drawn, from the tail to the head.
+# Ranges of p for which the density of d is drawn, from the tail to the head.
 PARTS = ((0.0, 1e-6), (1e-6, 1e-4), (1e-4, 1e-2), (1e-2, 0.5), (0.5, 0.9), (0.9, 1.0))
 WEIGHTINGS = ("infer", "train")
 
 
 def joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
-    """One table of several, with all coordinates that any of them has."""
+    """Concatenate tables into one, with all coordinates that any of them has."""
     every = pd.concat([pd.DataFrame(columns=["quantity", *NUMBERS]), *frames], ignore_index=True)
     coordinates = [column for column in every if column not in NUMBERS]
     texts = every[coordinates].astype(object).where(every[coordinates].notna(), None)
@@ -37,7 +37,7 @@ def _curve(quantity: str, where: dict[str, Any], x: Any, value: Any, low: Any = 
 
 
 def training(experiment: Experiment, loaded: Reader) -> Iterator[pd.DataFrame]:
-    """Of every run BY_STEP; the norm of a gradient that is 0, as of a step that was skipped, is NaN."""
+    """Yield the curves BY_STEP of every run; a gradient norm of 0, as in a skipped step, becomes NaN."""
     for point in experiment.points:
         own = loaded.metrics[loaded.metrics["point"] == point.path]
         own = own.assign(gradient_norm=own["gradient_norm"].where(own["gradient_norm"] > 0))
@@ -48,19 +48,19 @@ def training(experiment: Experiment, loaded: Reader) -> Iterator[pd.DataFrame]:
 
 
 def mismatch(groups: list[Group]) -> Iterator[pd.DataFrame]:
-    """Of every policy and engine what `_bounds`, `_by_probability` and `_densities` say."""
+    """Yield the curves of `_bounds`, `_by_probability` and `_densities` for every policy and engine."""
     for place, group in enumerate(groups):
         yield from _bounds(group)
-        # The trainer's own noise barely depends on the engine whose positions are looked at.
+        # The trainer's own noise barely depends on the engine, so that one engine's positions per policy suffice.
         first = group.policy not in [other.policy for other in groups[:place]]
         yield from _by_probability(group, SOURCES if first else (ENGINE,))
         yield from _densities(group)
 
 
 def _bounds(group: Group) -> Iterator[pd.DataFrame]:
-    """|d| over 2 ε_max of its position by 1 − p: mean of a bin, largest where d > 0 (above) and d < 0 (below).
+    """Yield |d| over 2 ε_max of its position by 1 − p: each bin's mean, and largest where d > 0 (above), d < 0 (below).
 
-    x is a bin's upper edge, where the bounds are widest: what is above them there is a violation.
+    x is a bin's upper edge, where the bounds are widest, so that a point above them is a violation.
     """
     bins = group.tables["bounds"].groupby("rest_high")
     pairs = bins[["pairs", "scaled"]].sum()
@@ -78,7 +78,7 @@ def _bounds(group: Group) -> Iterator[pd.DataFrame]:
 
 
 def _by_probability(group: Group, sources: Sequence[str]) -> Iterator[pd.DataFrame]:
-    """Mean |d|, of all pairs alike and weighted by π_infer, by p/p_max: of the engine and of the trainer's own noise.
+    """Yield mean |d| by p/p_max, unweighted and weighted by π_infer, of the engine and of the trainer's own noise.
 
     x is a bin's middle in the logarithm; bins are a nat wide, but for the most likely token, which has its own.
     """
@@ -92,19 +92,22 @@ def _by_probability(group: Group, sources: Sequence[str]) -> Iterator[pd.DataFra
             value, low, high = (
                 np.array([group.draws.estimate(mean_R, "ratio") for mean_R in mean_RK.T]).reshape(-1, 3).T
             )
-            # A bin that a replicate can miss holds too little.
+            # A bin that is empty in a replicate holds too few tokens.
             known = np.isfinite(low) & np.isfinite(high)
             where = group.where if source == ENGINE else {"policy": group.policy, "control": source}
             yield _curve(name, where, np.exp(middle[known]), value[known], low[known], high[known])
 
 
 def _densities(group: Group) -> Iterator[pd.DataFrame]:
-    """Of d, nats, in each of PARTS, weighted by π_infer and by π_train, each scaled to its maximum; and its mode."""
+    """Yield the density of d, nats, and its mode in each of PARTS, weighted by π_infer and by π_train.
+
+    Each density is scaled to a maximum of 1.
+    """
     table = group.tables["histogram"].query("source == @ENGINE")
     for low, high in PARTS:
         rows = table[(table["p_low"] >= low) & (table["p_high"] <= high)]
         part = f"{low:g} < p ≤ {high:g}" if low else f"p ≤ {high:g}"
-        if rows.empty:  # its place stays free
+        if rows.empty:  # an invisible point keeps the panel's place
             yield _curve("density", group.where | {"weighting": "infer", "part": part}, [np.nan], np.nan)
             continue
         densities = {name: Density(group, rows, name) for name in WEIGHTINGS}

@@ -1,4 +1,4 @@
-"""What a report shows (shown.yaml, whose top explains the keys): its tables and figures, each with its caption."""
+"""The tables and figures of a report, each with its caption, as declared in shown.yaml (its top explains the keys)."""
 
 from functools import cache
 from pathlib import Path
@@ -13,10 +13,10 @@ FILE = Path(__file__).with_name("shown.yaml")
 
 
 class ColumnEntry(Strict):
-    """Of a table."""
+    """A column of a table."""
 
     key: str
-    """In a row, in the CSV and in provenance.json."""
+    """Its name in a row, in the CSV and in provenance.json."""
     heading: str | None = None
     quantity: str | None = None
     of: dict[str, str] = {}
@@ -27,24 +27,24 @@ class ColumnEntry(Strict):
     text: str | None = None
     scale: float = 1
     ends: list[str] = []
-    """In the CSV, of a statistic: KEY_low and KEY_high, or other names for what its interval is."""
+    """Suffixes of the interval's ends in the CSV: KEY_low and KEY_high, or others if it is not a 95 % interval."""
     csv: bool = True
     optional: bool = False
-    """It is left out where no row has it."""
+    """Whether the column is left out if no row has a value."""
     of_reference: str | None = None
-    """What the reference's row says instead."""
+    """Text in the reference's row instead of a value."""
     own: str = ""
-    """Set behind the score of the policy that the row's model trained."""
+    """Suffix of the score of the policy that the row's model trained."""
     beside: str | None = None
-    """Of single seeds: a quantity, a step, at which it happened to some."""
+    """Quantity shown behind a single seed's value: the step at which its run collapsed."""
     each: str | None = None
-    """A column for each of these."""
+    """Kind of items for each of which the column is repeated (dvp.analysis.rows.columns_of)."""
     only: str | None = Field(None, alias="if")
-    """Without which it is left out."""
+    """Name of a condition without which the column is left out."""
 
 
 class Printed(Strict):
-    """A table without a place in a report."""
+    """A table that is printed, and not part of a report."""
 
     heading: str
     columns: Several[dict[str, Any] | str]
@@ -63,7 +63,7 @@ class TableEntry(Printed):
 
 
 class Panel(Strict):
-    """Of a figure."""
+    """A panel of a figure."""
 
     quantity: str | list[str]
     label: str
@@ -109,9 +109,9 @@ KINDS = {"tables": TableEntry, "figures": FigureEntry, "printed": Printed}
 
 @cache
 def shown(kind: str) -> dict[str, Any]:
-    """By name, the declarations of `tables` or `figures`; in their captions {experiment} is the experiment's name.
+    """Return the declarations of a kind (`tables`, `figures`, …) by name.
 
-    Raises DvpError for a mistake in one.
+    In captions {experiment} stands for the experiment's name. Raises DvpError for a malformed declaration.
     """
     entries = read_yaml(FILE)[kind]
     for name, entry in entries.items() if kind in KINDS else ():

@@ -16,7 +16,7 @@ from dvp.tracking.store import store_name
 
 
 def report(config: Path) -> None:
-    """What was measured (dvp.analysis.parts) → figures/, tables/, provenance.json, and report/, the manifest last."""
+    """Report what was measured (dvp.analysis.parts): figures/, tables/, provenance.json and report/, manifest last."""
     from dvp.analysis.report import make, provenance, write
     from dvp.analysis.responses import write_page
     from dvp.analysis.series import SERIES
@@ -25,7 +25,7 @@ def report(config: Path) -> None:
     directory = ExperimentDir(config)
     experiment, folder = directory.experiment, directory.folder
     result, config_hash = directory.result("report"), experiment.config_hash("report")
-    # What is read, the analysis verifies itself.
+    # The analysis itself verifies what it reads.
     with run_stage("report", directory, result, config_hash, _inputs(directory), verify=False) as stage:
         made = make(experiment, folder)
         drawn = write(experiment, made, folder)
@@ -70,7 +70,10 @@ def _inputs(directory: ExperimentDir) -> Inputs:
 
 
 def evidence(experiments: list[str], output: Path) -> None:
-    """The reports of some experiments (KEY=FOLDER), and config/claims.yaml → claims.md, claims.html, claims.json."""
+    """Answer config/claims.yaml from the reports of some experiments (KEY=FOLDER).
+
+    Writes claims.md, claims.html and claims.json to `output`.
+    """
     from dvp.analysis.claims import CLAIMS
     from dvp.analysis.evidence import answer, render
 
@@ -93,10 +96,10 @@ def evidence(experiments: list[str], output: Path) -> None:
 
 
 def redraw(results: Path, root: Path = Path()) -> None:
-    """Everything that is drawn below `results`, from the estimates that are kept there; the claims report; an index;
-    and the numbers in the pages below `root`, if docs/numbers.yaml has them from these results.
+    """Redraw all reports below `results` from the kept estimates, with the claims report and an index.
 
-    A picture of what no estimate or series was kept of stays as it is.
+    Also fills the numbers in the pages below `root`, if docs/numbers.yaml takes them from these results. A picture
+    whose estimates or series were not kept stays as it is.
     """
     from dvp.analysis.answers import NUMBERS, fill, pages, read
     from dvp.analysis.evidence import answer, render
@@ -128,13 +131,13 @@ def redraw(results: Path, root: Path = Path()) -> None:
     print(f"{results / 'claims.md'}: {len(answered['claims'])} claims")
     if (root / "docs" / NUMBERS).is_file():
         answers = read(root / "docs", results, answered["claims"])
-        # Of other results the pages do not speak.
+        # The pages quote the results that docs/numbers.yaml names, and no others.
         for page in pages(root) if (root / answers.declared["results"]).resolve() == results.resolve() else ():
             write_text(page, fill(page.read_text(encoding="utf-8"), answers))
 
 
 def show(config: Path, responses: bool) -> None:
-    """Print the main table and where report and tracking store are; or write the page of responses so far."""
+    """Print the main table and where report and tracking store are; with `responses`, write their page so far."""
     from dvp.analysis.formats import to_text
     from dvp.analysis.report import kept
     from dvp.analysis.responses import write_begun
@@ -145,7 +148,7 @@ def show(config: Path, responses: bool) -> None:
         return
     tables = kept(directory.experiment, directory.folder).tables
     print(f"{directory.experiment.description}\n")
-    # What is kept of an experiment may be without the main one.
+    # Kept results may lack the main table.
     for name in [name for name in ("main_table", *tables) if name in tables][:1]:
         print(to_text(tables[name].formatted()))
     print(f"\ntables, figures   {directory.folder}/tables, {directory.folder}/figures")
@@ -157,7 +160,7 @@ def show(config: Path, responses: bool) -> None:
 
 
 def show_bias(measured: Any, model: Path, engine: str) -> None:
-    """Print what was measured of the estimators (a dvp.measurement.bias.BiasTables) at a model of the user's own."""
+    """Print the estimators' table (`measured`, a dvp.measurement.bias.BiasTables) of a user's model."""
     from dvp.analysis.formats import to_text
     from dvp.analysis.tables import estimators_table
 
@@ -166,9 +169,7 @@ def show_bias(measured: Any, model: Path, engine: str) -> None:
 
 
 def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> None:
-    """Print what was measured at a model of the user's own (dvp.measurement.stage.mismatch_of_model), and write
-    mismatch.html, the page, beside it.
-    """
+    """Print the mismatch of a user's model (from dvp.measurement.stage.mismatch_of_model), and write mismatch.html."""
     import pandas as pd
     from transformers import AutoTokenizer
 
@@ -190,7 +191,10 @@ def show_mismatch(experiment: Experiment, engines: list[str], output: Path) -> N
 
 
 def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[str, str] | None = None) -> None:
-    """The same of the responses in a file (dvp.measurement.rollouts), without a model; `more` is known of them."""
+    """Print the mismatch in a file of responses (dvp.measurement.rollouts), and write mismatch.html.
+
+    `more` is shown on the page beside what the file says.
+    """
     from dvp.analysis.mismatch_page import Stack
     from dvp.measurement.rollouts import read_rollouts
 

@@ -15,18 +15,18 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number. A cell of a table may be one."""
+    """One measured number with its interval. A cell of a table may be one."""
 
     name: str
     where: dict[str, str]
-    """Of what it is: method, rho, engine, policy, training settings, … as in paths; `none` where there is no ρ."""
+    """Its coordinates: method, rho, engine, policy, training settings, … as in paths; rho is `none` without one."""
     value: float
     low: float
     high: float
-    """The 95 % interval, or what `how` says; NaN, both, where it is not defined."""
+    """The ends of the 95 % interval, or of what `how` says; both NaN where it is not defined."""
     unit: str
     how: str
-    """A sentence: how the interval was made, over what."""
+    """A sentence: how the interval was made, and over what."""
     sources: tuple[str, ...]
     """The stages' JSON files that it comes from, relative to the experiment's folder."""
 
@@ -34,12 +34,12 @@ class Statistic:
 def without_interval(
     name: str, where: dict[str, str], value: float, unit: str, how: str, sources: tuple[str, ...]
 ) -> Statistic:
-    """A number that has none."""
+    """Return a statistic without an interval: both of its ends are NaN."""
     return Statistic(name, where, float(value), math.nan, math.nan, unit, how, sources)
 
 
 def lookup(statistics: Iterable[Statistic]) -> Callable[[str, dict[str, str]], Statistic | None]:
-    """known = lookup(statistics): known(name, where) is the statistic of exactly that place, if there is one."""
+    """Index statistics: lookup(statistics)(name, where) is the one with exactly these coordinates, or None."""
     known = {(statistic.name, frozenset(statistic.where.items())): statistic for statistic in statistics}
     return lambda name, where: known.get((name, frozenset(where.items())))
 
@@ -49,7 +49,7 @@ _NUMBERS = ("quantity", "value", "low", "high", "unit", "how", "sources")
 
 
 def to_frame(statistics: Iterable[Statistic]) -> pd.DataFrame:
-    """The long table: a row a statistic, a column a coordinate (None where it does not apply), then what it is."""
+    """Return the long table: one row per statistic, one column per coordinate (None where it does not apply)."""
     rows = [{"quantity": one.name} | one.where | {key: getattr(one, key) for key in _NUMBERS[1:]} for one in statistics]
     coordinates = dict.fromkeys(key for row in rows for key in row if key not in _NUMBERS)
     table = pd.DataFrame(rows, columns=["quantity", *coordinates, *_NUMBERS[1:]])
@@ -57,7 +57,7 @@ def to_frame(statistics: Iterable[Statistic]) -> pd.DataFrame:
 
 
 def read_statistics(path: Path) -> list[Statistic]:
-    """As `to_frame` was written to a file."""
+    """Read statistics from a parquet file of `to_frame`'s table."""
     table = pd.read_parquet(path)
     coordinates = [column for column in table if column not in _NUMBERS]
     return [

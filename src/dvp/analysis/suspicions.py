@@ -1,15 +1,15 @@
-"""Is it the mismatch that was measured? Statistics that any engine of the trainer's model satisfies, tested.
+"""Test whether log-probs can come from an engine of the trainer's model, by statistics that any such engine satisfies.
 
 Tokens are sampled from q, the engine's distribution, and scored by the trainer's p. Then, however coarse the engine:
 
-- E_q[p/q] = 1 given what came before, so that Σ (p/q − 1) is a martingale: its terms are uncorrelated, whatever tokens
-  of a response share. Two estimates of the KL, k1 = E[log q − log p] and k3 = E[p/q − 1 − log(p/q)], differ by the mean
-  of p/q − 1.
+- E_q[p/q] = 1 given the tokens before, so that Σ (p/q − 1) is a martingale: its terms are uncorrelated, whatever the
+  tokens of a response have in common. Two estimates of the KL, k1 = E[log q − log p] and k3 = E[p/q − 1 − log(p/q)],
+  differ by the mean of p/q − 1.
 - log q grows by one for one of log p. Noise on either side makes the slope of a regression on that side smaller, so
   that the slope lies between that of log q over log p and the inverse of that of log p over log q.
 - Two computations in floating point are not equal everywhere, nor is one of them constant where the other one varies.
 
-N tokens, in their order within each response.
+Shape suffix: N tokens, in their order within each response.
 """
 
 import math
@@ -23,15 +23,15 @@ from dvp.analysis.mismatch_advice import LENGTHS
 from dvp.errors import DvpError
 
 CONFIDENCE = 0.999
-FREEDOM = 8  # tokens beyond the parameters; ratios of fewer are too skewed for an interval
+FREEDOM = 8  # fewest degrees of freedom; the ratios of fewer tokens are too skewed for an interval
 SLOPE = 0.05
 OFFSET = math.log(2) / LENGTHS[-1]
-"""Of the mean ratio from 1: with less a sequence's weight stays within MIS's bounds at the longest forecast length."""
+"""Deviation of the mean ratio from 1: below it a sequence's weight stays within MIS's bounds at the longest length."""
 LARGEST_KL = 0.5
-"""Nats per token, of any engine that people run: SmolLM2-135M with weights of 5 bits by row has 0.4."""
+"""Largest KL of any engine in use, nats per token: SmolLM2-135M with weights of 5 bits by row has 0.4."""
 GROWS = 3.0
 SHIFTED = 0.1
-FEWEST = 3  # tokens that have a fill value
+FEWEST = 3  # tokens that must have a fill value
 RULES = (
     "Engine error: with the engine's own weights the trainer still differs from it by more than the engine's other "
     "rounding explains, the limit of dvp preflight; of a file or a server, whose weights are not known, the KL is "
@@ -86,7 +86,7 @@ def suspicions(
 
 
 def _reach(rest_N: np.ndarray, fitted: int) -> float:
-    """Half the width of a mean's interval, from each term's rest beside `fitted` parameters; infinite for too few."""
+    """Return half the width of a mean's interval, from residuals of `fitted` parameters; infinite for too few terms."""
     freedom = len(rest_N) - fitted
     if freedom < FREEDOM:
         return math.inf
@@ -115,12 +115,12 @@ def _filled(one_N: np.ndarray, other_N: np.ndarray, name: str, other: str) -> st
 
 def _scaled(log_q_N: np.ndarray, log_p_N: np.ndarray) -> str:
     def steeper(y_N: np.ndarray, x_N: np.ndarray) -> tuple[float, float, float] | None:
-        """The slope of y over x with its interval, if it is above 1."""
+        """Return the slope of y over x with its interval, or None unless it is clearly above 1."""
         y_N, x_N = y_N - y_N.mean(), x_N - x_N.mean()
         square = max((x_N**2).mean(), 1e-300)
         slope = float((x_N * y_N).mean() / square)
         rest_N = y_N - slope * x_N
-        free_N = 1 - (1 + x_N**2 / square) / len(x_N)  # of the line, which a far point draws to itself (HC3)
+        free_N = 1 - (1 + x_N**2 / square) / len(x_N)  # 1 − leverage: a far point draws the line to itself (HC3)
         reach = _reach(x_N * rest_N / free_N.clip(min=1e-9) / square, 2)
         return (slope, slope - reach, slope + reach) if slope - reach > 1 + max(SLOPE, rest_N.var() / 4) else None
 

@@ -1,4 +1,4 @@
-"""The tables of a report with their notes: declared in shown.yaml, made of an experiment and its statistics alone.
+"""Make the tables of a report with their notes: declared in shown.yaml, from an experiment and its statistics alone.
 
 CSV, text and provenance are read off the same cells. A cell is a statistic, a list of statistics (of seeds), a `Text`
 of several, or a plain value that the experiment itself defines (a label, a ρ).
@@ -46,17 +46,20 @@ CLOSE = 0.05  # runs whose sampled tokens differ by no more count as runs of equ
 
 
 class Text(NamedTuple):
-    """A text of several statistics."""
+    """A text made from several statistics."""
 
     value: str
     sources: tuple[str, ...]
 
 
 class Column(ColumnEntry):
-    """As shown.yaml says at its top."""
+    """A column of a table; the top of shown.yaml explains the keys."""
 
     def cell_of(self, row: Row, known: Any, texts: dict[str, Any], count: int) -> Any:
-        """What stands in a row, None where it is not defined."""
+        """Return the cell of a row, None where it is not defined.
+
+        known : `lookup` of the statistics. texts : names for the column's texts. count : the number of seeds.
+        """
         if self.text is not None:
             of = {name: known(name, row.where) for _, name, _, _ in Formatter().parse(self.text) if name != "count"}
             if None in of.values():
@@ -69,13 +72,16 @@ class Column(ColumnEntry):
         where, name = row.where | {key: text.format_map(at) for key, text in self.of.items()}, self.quantity or self.key
         if self.seeds is None:
             return known(name, where)
-        # Of the base model there is one, whatever the seed.
+        # The base model has a single value, whatever the seed.
         seeds = [str(seed) for seed in row.cells["seeds"]] or ["none"] * self.csv
         found = [known(name, where | {"seed": seed}) for seed in seeds]
         return [one for one in found if one is not None] or ([] if self.heading is None else None)
 
     def shown(self, cell: Any, row: dict[str, Any], known: Any, own: list[dict[str, str]], single: bool) -> str:
-        """A cell as text. `single` : of one seed alone, where what the interval is of seeds is none."""
+        """Format a cell. `own` : coordinates of scores that get the suffix `own`.
+
+        single : whether there is one seed alone; smallest and largest seed are then left out.
+        """
         if cell is None:
             return EMPTY
         if self.of_reference and row["role"] == "reference":
@@ -101,13 +107,13 @@ class Column(ColumnEntry):
             return EMPTY
         value = round(value) if spec == "d" else self.scale * value
         text = FORMATS[spec](value) if spec in FORMATS else f"{value:{spec}}"
-        if re.fullmatch(r"-0(\.0*)?", text):  # what is rounded to 0 is on neither side of it
+        if re.fullmatch(r"-0(\.0*)?", text):  # a value rounded to 0 has no sign
             text = text.replace("-", "+" if "+" in spec else "")
-        # 1.0e-3, and a 0 that is exact.
+        # 1.0e-03 becomes 1.0e-3, and an exact 0 is written as 0.
         return "0" if re.fullmatch(r"\+?0(\.0*e\+00)?", text) else re.sub(r"e([-+])0(?=\d)", r"e\1", text)
 
     def plain(self, cell: Any) -> dict[str, Any]:
-        """For the CSV, at full precision; a list's items are parted by spaces."""
+        """Return the cell's columns of the CSV at full precision; the items of a list are joined by spaces."""
         if isinstance(cell, list):
             return {self.key: " ".join(repr(self._value(one, self.seeds)) for one in cell)}
         values = {self.key: self._value(cell, self.number)}
@@ -126,32 +132,34 @@ class Column(ColumnEntry):
 
 @dataclass(frozen=True)
 class Table:
+    """A table of a report: its columns, cells and notes."""
+
     title: str
     columns: Sequence[Column]
     rows: dict[str, dict[str, Any]]
     """Cells by the row's name and the column's key."""
     texts: list[list[str]]
-    """What is shown: a row a row, without the columns that have no heading."""
+    """Formatted cells, row by row, without the columns that have no heading."""
     notes: Sequence[str]
 
     def formatted(self) -> Formatted:
-        """As text, with the notes that stand below."""
+        """Return the table as text, with its notes."""
         headings = [column.heading for column in self.columns if column.heading is not None]
         return Formatted(self.title, headings, self.texts, list(self.notes))
 
     def frame(self) -> pd.DataFrame:
-        """At full precision."""
+        """Return the table of the CSV, at full precision."""
         columns = [column for column in self.columns if column.csv]
         plain = [[column.plain(row[column.key]) for column in columns] for row in self.rows.values()]
         return pd.DataFrame([{key: value for cell in row for key, value in cell.items()} for row in plain])
 
     @property
     def measured(self) -> bool:
-        """Whether any cell is of a statistic."""
+        """Return whether any cell is a statistic."""
         return any(isinstance(cell, Statistic) for row in self.rows.values() for cell in row.values())
 
     def provenance(self) -> dict[str, dict[str, list[str]]]:
-        """Of each row, of each column, the stages' JSON files that the cell comes from."""
+        """Return, by row and column, the stages' JSON files that a cell comes from."""
 
         def files(cell: Any) -> list[str]:
             every = cell if isinstance(cell, list) else [cell]
@@ -161,7 +169,7 @@ class Table:
 
 
 def make_tables(experiment: Experiment, statistics: Iterable[Statistic]) -> dict[str, Table]:
-    """All that are declared of the parts that a report has, where one of their statistics is there."""
+    """Make the declared tables of the report's parts that have at least one statistic; returns them by name."""
     there, statistics = parts(experiment), list(statistics)
     texts = _texts(experiment, statistics)
     tables = {
@@ -180,7 +188,10 @@ def make_table(
     experiment: Experiment | None = None,
     **about: Any,
 ) -> Table:
-    """Carry out a declaration. `texts` : what its texts name in braces; `about` : what its notes do besides."""
+    """Make a table from its declaration.
+
+    texts : names that headings and cells use in braces. about : names that its notes use besides.
+    """
     known, count = lookup(statistics), len(experiment.seeds) if experiment else 1
     columns = list(_columns(declared, statistics, texts, experiment))
     cells = {
@@ -204,7 +215,7 @@ def make_table(
 
 
 def _texts(experiment: Experiment, statistics: list[Statistic]) -> dict[str, Any]:
-    """What headings name, and under which name an `if` asks for it."""
+    """Return the names that headings use in braces, and that a column's `if` asks for."""
     task, bias = experiment.report.task, experiment.bias
     goals = {one.where["task"]: f"{100 * one.value:.1f} %" for one in statistics if one.name == "target_score"}
     lengths = columns_of("lengths", experiment, statistics) if bias and bias.tasks else []
@@ -241,7 +252,7 @@ def _columns(
 
 
 def _filled(value: Any, each: dict[str, str]) -> Any:
-    """With what there is a column of in place of its name in braces."""
+    """Replace names in braces by the values of `each`, one of the items for which a column is repeated."""
     if isinstance(value, dict):
         return {key: _filled(inner, each) for key, inner in value.items()}
     for name, text in each.items() if isinstance(value, str) else ():
@@ -256,9 +267,9 @@ def _notes(
     rows: list[dict[str, Any]],
     **about: Any,
 ) -> list[str]:
-    """The paragraphs of its `sentences`, then of an experiment's table its scale and declarations, then its `notes`.
+    """Return a table's notes: the paragraphs of its `sentences`, an experiment's scale and declarations, its `notes`.
 
-    rows : their cells by name.
+    rows : the cells of each row by column.
     """
     about |= {"smallest_ess": SMALLEST_ESS, "rows": rows, "tail": TAIL}
     if experiment is not None:
@@ -276,14 +287,14 @@ def _notes(
 
 
 def _about(experiment: Experiment, statistics: list[Statistic]) -> dict[str, Any]:
-    """What notes can name. `values`, `has` and `percents` are of a statistic by its name, wherever it is defined."""
+    """Return the names that notes can use; `values`, `has` and `percents` take the name of a statistic."""
     steps = [experiment.training_of(point).steps for point in experiment.points]
 
     def values(name: str) -> list[float]:
         return [one.value for one in statistics if one.name == name and one.value == one.value]
 
     def percents(name: str, scale: float = 1) -> str | None:
-        """The smallest and the largest, as text."""
+        """Format the smallest and the largest value; None without any."""
         found = [scale * value for value in values(name)]
         ends = sorted({f"{value:.1f}" for value in (min(found), max(found))}, key=float) if found else []
         return " to ".join(ends) or None
@@ -324,9 +335,9 @@ def _about(experiment: Experiment, statistics: list[Statistic]) -> dict[str, Any
 
 
 def settings_note(experiment: Experiment, statistics: list[Statistic]) -> str:
-    """Which settings the rows differ in, and which sizes of a step and of a run are equal; empty if they do not differ.
+    """Say in which settings the rows differ, and which sizes of a step and of a run are equal.
 
-    Sizes follow from the settings, the tokens of a run are sampled_tokens.
+    Empty if the rows do not differ, or if a point's sampled_tokens, the tokens of a run, are missing.
     """
     known, axes = lookup(statistics), experiment.axes
     every = [experiment.training_of(point) for point in experiment.points]
@@ -354,13 +365,13 @@ def settings_note(experiment: Experiment, statistics: list[Statistic]) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """The value, or the smallest to the largest: `48`, `1,536 to 12,288`; of large numbers three digits."""
+    """Format the range of some values: `48`, `1,536 to 12,288`; large numbers with three digits."""
     first, last = (f"{float(f'{end:.3g}') if end >= 1e5 else end:,.0f}" for end in (min(values), max(values)))
     return first if first == last else f"{first} to {last}"
 
 
 def estimators_table(estimators: pd.DataFrame, summary: dict[str, Any], title: str) -> Table:
-    """Of a single measurement (dvp.measurement.bias.BiasTables), with what one must know to read it."""
+    """Make the table of a single measurement (of dvp.measurement.bias.BiasTables), with notes on how to read it."""
     rows, statistics = [], []
     for row in estimators.to_dict("records"):
         where = {"method": row["method"], "rho": "none" if pd.isna(row["rho"]) else row["rho"]}

@@ -1,4 +1,4 @@
-"""Training and scores of the grid: statistics of every grid point."""
+"""Compute the statistics of training and final scores of every grid point."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from dvp.experiment.grid import GridPoint, parse_rho
 from dvp.measurement.files import NORMAL_95
 
 LAST_STEPS = 10
-# Over the last steps, last_NAME: how those of a run become one number, and its unit.
+# Metrics reported as last_NAME: how the last steps of a run become one number, and its unit.
 AT_THE_END = {
     "k1": ("mean", "nats per token"),
     "k3": ("mean", "nats per token"),
@@ -57,13 +57,13 @@ _BETWEEN = {
 
 
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
-    """Of the base model its score; of every grid point its score, how it ends, how it grew, and what it cost.
+    """Yield the score of the base model, and of every grid point its score, last steps, growth of k3, and cost.
 
     score (fraction), seed_score of each seed, pass_at_k, maj_at_k; score_change_percent against the reference;
-    score_over_reference and, of points with a safe vocabulary, against the same without, score_over_unpruned, of points
-    with another baseline, against the same with RLOO's, score_over_rloo (fractions); smallest_change_percent and
-    smallest_effect, how large a change or score_over_unpruned would have to be for an interval that leaves out 0 in
-    80 % of such experiments. See `_training` for the rest.
+    score_over_reference; score_over_unpruned of points with a safe vocabulary, against the same without;
+    score_over_rloo of points with another baseline, against the same with RLOO's (fractions);
+    smallest_change_percent and smallest_effect, how large a change or score_over_unpruned would have to be for the
+    interval to exclude 0 in 80 % of such experiments. See `_training` and `_sweep` for the rest.
     """
     scores = {point: score(reader, point) for point in (None, *experiment.points)}
     for point in scores:
@@ -93,7 +93,7 @@ def _scores(
     for row in scored.scores.itertuples():
         seed = where | {"seed": "none" if point is None else str(row.seed)}
         yield without_interval("seed_score", seed, row.avg, f"avg@{k}, fraction", "a single run", sources)
-    # Of a reference without a correct answer no change is defined.
+    # No change is defined against a reference without a correct answer.
     ratio = own / scores[reference]
     change = ratio.statistic("score_change_percent", where, "%", f"{how}, paired with the reference", "ratio")
     ends = {key: 100 * (getattr(change, key) - 1) for key in ("value", "low", "high")}
@@ -114,9 +114,11 @@ def _minus(pairing: str, other: GridPoint) -> str:
 
 
 def _training(experiment: Experiment, reader: Reader, point: GridPoint) -> Iterator[Statistic]:
-    """Over a run's last ten steps, final_k3, final_gradient_norm, final_reward, final_pruned_mass (1 − Z a token, where
-    the trainer prunes), k3_full (between the full policies) and kept (the share of tokens with a weight above 0), all
-    with an interval over seeds, and last_NAME (AT_THE_END), with the smallest and the largest seed.
+    """Yield how a point's runs trained and ended.
+
+    Over a run's last ten steps: final_k3, final_gradient_norm, final_reward, final_pruned_mass (1 − Z per token, if the
+    trainer prunes), k3_full (between the full policies) and kept (the share of tokens with a weight above 0), all with
+    an interval over seeds, and last_NAME (AT_THE_END), with the smallest and the largest seed.
 
     k3_growth (k3 of the last ten steps over that of the first ten; left out where a run has not twice ten steps);
     seconds_per_step (of the median step) and sampled_tokens of a run; collapsed (fraction of runs), collapsed_runs,
@@ -136,7 +138,7 @@ def _training(experiment: Experiment, reader: Reader, point: GridPoint) -> Itera
     def bare(name: str, value: float, unit: str, how: str, **more: str) -> Statistic:
         return without_interval(name, where | more, value, unit, how, sources)
 
-    # Where the engine prunes, it alone knows its full policy; of a trainer that prunes alone it is not measured.
+    # An engine that prunes reports its full policy itself; if only the trainer prunes, k3_full is not measured.
     full = "k3" if method.safe_vocabulary is None else "unpruned_k3"
     full_S = last[full].mean() if full in own and own[full].notna().all() else None
     mass_S = last["pruned_mass_mean"].mean() if prunes else None
@@ -181,11 +183,11 @@ def _training(experiment: Experiment, reader: Reader, point: GridPoint) -> Itera
 def _sweep(
     experiment: Experiment, scores: dict[GridPoint | None, Estimate], curve: GridPoint, rhos: list[str]
 ) -> Iterator[Statistic]:
-    """score_over_small_rho and score_over_large_rho of a sweep over ρ.
+    """Yield score_over_small_rho and score_over_large_rho of a sweep over ρ.
 
-    Both are the mean score over the middle three values of ρ (of an even number the smaller ones) minus the score at
-    the smallest, or the largest: above 0, both, where the score is best in between. Which values are in the middle
-    does not depend on the scores.
+    They are the mean score over the middle three values of ρ (of an even number the smaller ones) minus the score at
+    the smallest, or the largest. Both are above 0 if the score is best in between. Which values are in the middle does
+    not depend on the scores.
     """
     of = {rho: scores[curve.model_copy(update={"rho": rho})] for rho in rhos}
     ordered, inside = sorted(rhos, key=parse_rho), middle(rhos)
@@ -198,7 +200,7 @@ def _sweep(
 
 
 def middle(rhos: list[str]) -> list[str]:
-    """The middle three values, the smallest first."""
+    """Return the middle three values of ρ, the smallest first; of an even number the smaller ones."""
     ordered = sorted(rhos, key=parse_rho)
     start = (len(ordered) - FEWEST_RHOS) // 2
     return ordered[start : start + FEWEST_RHOS]

@@ -1,16 +1,16 @@
-"""At a fixed policy: every estimator of the policy gradient against the exact on-policy gradient.
+"""Compare every estimator of the policy gradient with the exact on-policy gradient, at a fixed policy.
 
-The exact one needs no engine: the trainer's own policy samples its batches, in fp32, by transformers' `generate`, and
-RLOO without any correction is then unbiased. The estimators get batches of the same problems from the engine, and
-weights, advantages and safe vocabularies as training has them; their i-th batches have the same seeds whatever the safe
+The exact gradient needs no engine: the trainer's own policy samples its batches, in fp32, by transformers' `generate`,
+and RLOO without any correction is then unbiased. The estimators use batches of the same problems from the engine, with
+weights, advantages and safe vocabularies as in training. Their i-th batches have the same seeds whatever the safe
 vocabulary, so that differences between estimators are paired.
 
 The squared bias is also measured from the engine's samples alone, paired with the same samples' own estimate of the
-exact gradient (dvp.measurement.paired_bias). For an estimator with a safe vocabulary those are the samples without one
+exact gradient (dvp.measurement.paired_bias). An estimator with a safe vocabulary is paired with the samples without one
 that have the same seeds.
 
-Where the experiment asks for it, the gradient's variance is also measured by position in the response, and OTB's proxy
-is held against what it stands for, the true squared norms of single tokens' gradients.
+If the experiment asks for it, the gradient's variance is also measured by position in the response, and OTB's proxy is
+compared with the quantity that it approximates, the squared norms of single tokens' gradients.
 
 Shape suffixes: B responses of a batch, T tokens, N some of them, E estimators, K parts, n and m batches, D coordinates.
 """
@@ -47,43 +47,48 @@ from dvp.rollout.seeds import derived_seed
 from dvp.rollout.vllm import prove_safe_vocabulary
 from dvp.training.backend import Policy
 
-ENGINE_SEQUENCES = 256  # that the engine samples at once
+ENGINE_SEQUENCES = 256  # sampled by the engine at once
 Statistics = dict[str, Jackknifed]
 
 
 @dataclass(frozen=True)
 class BiasTables:
-    """A table a row an estimator, what its intervals are made from, and what there is to know of all."""
+    """Results of a measurement: one row per estimator, variances, jackknife replicates, OTB's proxy, and a summary."""
 
     estimators: pd.DataFrame
-    """method, rho (None without one) and label; each of STATISTICS with _se, _low and _high, in units of |g|² (the
-    cosine in none); batches; empty_batches (nothing was kept: a gradient of 0); kept_fraction of the responses;
-    mean_weight of their tokens, 0 for rejected ones; outside_safe_fraction of the sampled tokens; mean reward.
+    """One row per estimator: method, rho (None without one) and label; each of STATISTICS with _se, _low and _high, in
+    units of |g|² (the cosine has none); batches; empty_batches (no response was kept, and the gradient is 0);
+    kept_fraction of the responses; mean_weight of the response tokens, 0 for rejected ones; outside_safe_fraction of
+    the sampled tokens; mean reward.
 
     PAIRED, in units of |g|²: paired_squared_bias against ∇J, and paired_squared_bias_pruned against ∇J_mp (NaN without
     a safe vocabulary, and with mask replay, whose objective is another); weight_ess, weight_largest_share and
     weight_mean of the sequence weights behind the first, and the same names with _pruned of those behind the second.
     Not to be used where the weights' ESS is below SMALLEST_ESS."""
     jackknife: pd.DataFrame
-    """STATISTICS of each method and rho without one batch: of the engine's (sample `engine`) or of the reference."""
+    """STATISTICS of each method and rho with one batch left out: of the engine's (sample `engine`) or the reference's
+    (sample `reference`)."""
     variance: pd.DataFrame
-    """method, rho and position: `all`, and each bin of the experiment's; each of VARIANCE_STATISTICS of the gradient
-    that the tokens there contribute, with _se, _low and _high."""
+    """One row per method, rho and position (`all`, and each bin of the experiment's): each of VARIANCE_STATISTICS of
+    the gradient that the tokens there contribute, with _se, _low and _high."""
     variance_jackknife: pd.DataFrame
-    """VARIANCE_STATISTICS of each method, rho and position without one batch, as `jackknife`."""
+    """VARIANCE_STATISTICS of each method, rho and position with one batch left out, as `jackknife`."""
     proxy: pd.DataFrame
-    """position; rank_correlation of OTB's proxy with the true squared norms of the tokens' gradients, and its _se, by
-    the jackknife over problems; tokens. No rows if not asked for."""
+    """One row per position: rank_correlation of OTB's proxy with the true squared norms of the tokens' gradients, its
+    _se by the jackknife over problems, and the number of tokens. No rows if the experiment does not ask for it."""
     summary: dict
-    """Problems, batches, model, and the reference's own numbers; JSON-able."""
+    """Problems, batches, parameters, and the reference's own numbers; serialisable as JSON."""
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write every table as NAME.parquet; their SHA-256 by file name."""
+        """Write every table to folder/NAME.parquet; return the files' SHA-256 by file name."""
         tables = {name: table for name, table in vars(self).items() if isinstance(table, pd.DataFrame)}
         return write_tables(tables, folder)
 
     def results(self) -> dict[str, dict[str, float]]:
-        """The statistics that are defined, by estimator; and the proxy's rank correlation, by position."""
+        """Return the defined statistics by estimator, and the proxy's rank correlation by position.
+
+        A paired bias is left out if its weights' ESS is below SMALLEST_ESS.
+        """
         results: dict[str, dict[str, float]] = {}
         estimators = self.estimators.copy()
         for name, weights in PAIRED.items():
@@ -105,13 +110,13 @@ class BiasTables:
 def measure_bias(experiment: Experiment, fixed: FixedProblems, engine: str, name: str) -> BiasTables:
     """Measure every estimator of `experiment.bias` at a policy. Starts an engine, so it needs a process of its own.
 
-    `name` is what progress is called. Raises DvpError for an engine that does not prune as it is told, or an exact
-    gradient that is not distinguishable from 0.
+    `name` labels the progress lines. Raises DvpError for an engine that does not prune as configured, for fewer than 4
+    batches, and for an exact gradient that is not distinguishable from 0.
     """
     settings, training = experiment.bias, experiment.training
     estimators = [Estimator(experiment, *pair) for pair in experiment.estimators]
 
-    # The paired bias needs samples without a safe vocabulary, whoever else does.
+    # The paired bias needs samples without a safe vocabulary even if no estimator does.
     rules = list(dict.fromkeys([None, *(estimator.safe.engine for estimator in estimators)]))
     replayed = {estimator.safe.engine for estimator in estimators if estimator.safe.replayed}
     started = fixed.engine(engine, ENGINE_SEQUENCES, rules=rules, report_sets=bool(replayed))
@@ -144,8 +149,8 @@ def _compare(
     proxy: pd.DataFrame,
     name: str,
 ) -> BiasTables:
-    """Gradients of all batches, and what follows from their inner products."""
-    # Those without a safe vocabulary come first: the others are paired with their samples.
+    """Compute the gradients of all batches, and the tables that follow from their inner products."""
+    # Estimators without a safe vocabulary come first: the others are paired with their samples.
     together: dict[tuple[SafeVocabulary | EngineSets | None, SafeVocabulary | None], list[Estimator]] = {
         (None, None): []
     }
@@ -175,11 +180,11 @@ def _compare(
             notes_nE.append(notes_E)
             log_ratios.append(log_ratio_B)
             progress.step(next(done), f"safe vocabulary {rule}")
-        # The exact gradient by the same samples, and how heavy their weights are.
+        # The same samples' estimate of the exact gradient, and diagnostics of their weights.
         own = gradient_EnKD[-1].sum(dim=1), weight_diagnostics(torch.cat(log_ratios))
         unpruned = unpruned or own
         no_weights = dict.fromkeys(unpruned[1], math.nan)
-        # Replayed sets are the engine's, and so is their objective.
+        # Replayed sets are the engine's, so that their objective is not J_mp.
         paired = {"": unpruned, "_pruned": own if isinstance(safe, SafeVocabulary) else None}
         for place, estimator in enumerate(members):
             gradient_nKD = gradient_EnKD[place]
@@ -201,7 +206,7 @@ def _compare(
                 row |= _numbers({f"paired_squared_bias{end}": squared})
                 row |= {f"{name}{end}": of for name, of in weights.items()}
             found[estimator] = row, by_position
-        gradient_EnKD = None  # its memory, before the next one's
+        gradient_EnKD = None  # freed before the next one is allocated
 
     summary = {
         "problems": fixed.ids,
@@ -246,14 +251,14 @@ def _about_reference(exact: list[Rollout], norm: Jackknifed) -> dict:
 
 
 def _table(rows: list[dict]) -> pd.DataFrame:
-    """A ρ is a text, or None without one."""
+    """Return the rows as a table whose column rho holds texts, or None."""
     return pd.DataFrame(rows).assign(rho=pd.Series([row["rho"] for row in rows], dtype=object))
 
 
 def _proxy(
     experiment: Experiment, exact: list[Rollout], gradients: Gradients, fixed: FixedProblems, name: str
 ) -> pd.DataFrame:
-    """OTB's proxy against the true norms, at all tokens of some of the reference's responses."""
+    """Correlate OTB's proxy with the true gradient norms, at all tokens of some of the reference's responses."""
     wanted, bins = experiment.bias.norm_responses, experiment.bias.position_bins
     available = len(exact) * fixed.responses
     columns = ["position", "rank_correlation", "rank_correlation_se", "tokens"]
@@ -284,9 +289,9 @@ def _proxy(
 
 
 def clustered_rank_correlation(tokens: pd.DataFrame) -> tuple[float, float]:
-    """Spearman's ρ of `proxy` and `norm`, and its standard error by the jackknife over each `problem`.
+    """Return Spearman's ρ of the columns `proxy` and `norm`, and its standard error by the jackknife over `problem`.
 
-    NaN where one of them is not defined, as for fewer than two problems.
+    Either is NaN where it is not defined, as the error is for fewer than two problems.
     """
     problems = [tokens[tokens["problem"] != problem] for problem in np.unique(tokens["problem"])]
     value, *without = (part["proxy"].corr(part["norm"], method="spearman") for part in [tokens, *problems])
@@ -302,12 +307,12 @@ def _fill(
     bins: list[int],
     group_size: int,
 ) -> tuple[list[dict], torch.Tensor]:
-    """Write a batch's gradient of each estimator that shares its samples and safe vocabularies.
+    """Write into `gradient_EKD` the gradients of one batch by all estimators that share its samples and V_S.
 
-    After them comes what the same samples say of the exact gradient (dvp.measurement.paired_bias).
+    The last entry is the same samples' estimate of the exact gradient (dvp.measurement.paired_bias).
 
     Returns:
-        What each estimator kept, and the responses' log-ratios (B,).
+        Per estimator, the shares of responses and tokens that it kept; and the responses' log-ratios (B,).
     """
     mask_BT, batch = rollout.batch.response_BT, rollout.batch
     parts_KBT = position_parts(mask_BT, bins)
@@ -316,7 +321,7 @@ def _fill(
     squared_norm_BT = None
     if any(estimator.true_norms for estimator in members):
         squared_norm_BT = gradients.squared_norms(batch, safe)
-    # A response's first token in V_S; one without any has no gradient, and a coefficient of 0 there.
+    # A response's coefficient is read at its first token in V_S; a response without any has no gradient, and reads 0.
     first_B1 = in_safe_BT.float().argmax(dim=1, keepdim=True)
     notes, of_responses = [], {}
     for place, estimator in enumerate(members):
@@ -341,13 +346,13 @@ def _fill(
         coefficient_BE = torch.cat([each_BT.gather(1, first_B1) for each_BT in of_responses.values()], dim=1)
         gradient_EKD[list(of_responses)] = gradients.of_responses(batch, coefficient_BE, safe, parts_KBT)
     else:
-        # A pass a batch instead of one a response.
+        # One pass per batch instead of one per response.
         gradient_EKD[-1] = gradients.of_batch(batch, exact_BT, safe, parts_KBT)
     return notes, log_ratio_B
 
 
 def _numbers(statistics: dict[str, Jackknifed]) -> dict[str, float]:
-    """Value, standard error and interval of each statistic."""
+    """Return each statistic's value, standard error and interval as NAME, NAME_se, NAME_low and NAME_high."""
     row = {}
     for name, statistic in statistics.items():
         low, high = statistic.interval
@@ -356,7 +361,7 @@ def _numbers(statistics: dict[str, Jackknifed]) -> dict[str, float]:
 
 
 def _replicates(where: dict, statistics: dict[str, Jackknifed]) -> list[pd.DataFrame]:
-    """The statistics without one batch of either sample."""
+    """Return the statistics with one batch left out, a table for either sample."""
     parts = []
     for sample, attribute in (("engine", "over_batches_n"), ("reference", "over_reference_m")):
         values = {name: getattr(statistic, attribute).numpy() for name, statistic in statistics.items()}

@@ -1,7 +1,7 @@
-"""How far an estimator of the policy gradient is from the exact one, and how noisy it is (docs/method.md, Theory 1).
+"""Estimate bias and variance of a policy-gradient estimator from batch gradients (docs/method.md, Theory 1).
 
 Two samples are given: n batch estimates x_i = ĝ of an estimator, and m batch estimates y_k of the exact gradient
-g = E y. All that is wanted follows from inner products, so a gradient of any length is three small matrices here.
+g = E y. Every statistic follows from inner products, so that gradients of any length become three small matrices.
 With A = |E x|², B = ⟨E x, g⟩, C = |g|² and P = E|x|²:
 
     squared_bias  (A − 2B + C) / C    |E ĝ − g|² / |g|²
@@ -9,15 +9,16 @@ With A = |E x|², B = ⟨E x, g⟩, C = |g|² and P = E|x|²:
     variance      (P − A) / C         E|ĝ − E ĝ|² / |g|² of one batch: the trace of the covariance
     mse           (P − 2B + C) / C    their sum, E|ĝ − g|² / |g|²
 
-What part of the gradient comes from some of the tokens alone has statistics of its own. With A
-and P of that part, and C of the whole gradient:
+The part of the gradient that some of the tokens contribute has statistics of its own, with A and P of that part and C
+of the whole gradient:
 
     variance              (P − A) / C
     signal                A / C
     variance_over_signal  (P − A) / A    which a baseline does not change by scaling the estimate
 
-A, B and C are U-statistics (products of different batches only), hence unbiased, numerators with them: where the bias
-is 0 the estimate of its square is negative half of the time. A plain |x̄ − ȳ|² would have the noise of both means in it.
+A, B and C are U-statistics (products of different batches only), hence unbiased, and so are the numerators: where the
+bias is 0 the estimate of its square is negative half of the time. A plain |x̄ − ȳ|² would contain the noise of both
+means.
 Where the bias is near 0 the jackknife's standard error of its square is too large, by up to √2 (the U-statistic is then
 degenerate): such intervals are too wide rather than too narrow.
 
@@ -35,8 +36,8 @@ from dvp.measurement.files import NORMAL_95
 
 STATISTICS = ("squared_bias", "cosine", "variance", "mse")
 VARIANCE_STATISTICS = ("variance", "signal", "variance_over_signal")
-FEWEST = 4  # batches: deleting one leaves enough for products of different ones and a spread
-COLUMNS = 2**16  # coordinates that are widened to float64 at once
+FEWEST = 4  # batches: with one left out, products of different batches and their spread are still defined
+COLUMNS = 2**16  # coordinates converted to float64 at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,17 +53,17 @@ class Jackknifed:
 
     @property
     def se(self) -> float:
-        """Standard error; the two samples are independent, so their variances add."""
+        """Return the standard error; the two samples are independent, so their variances add."""
         return math.sqrt(_variance(self.over_batches_n) + _variance(self.over_reference_m))
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 %, by the normal distribution."""
+        """Return the 95 % interval of the normal distribution, (low, high)."""
         return self.value - NORMAL_95 * self.se, self.value + NORMAL_95 * self.se
 
 
 def inner_products(left_ND: torch.Tensor, right_MD: torch.Tensor) -> torch.Tensor:
-    """⟨row of left, row of right⟩ as (N, M) float64, summed in float64: U-statistics are differences of large sums."""
+    """Return ⟨row of left, row of right⟩, (N, M) float64; summed in float64, as U-statistics cancel large sums."""
     total_NM = torch.zeros(len(left_ND), len(right_MD), dtype=torch.float64)
     for left_Nd, right_Md in zip(left_ND.split(COLUMNS, dim=1), right_MD.split(COLUMNS, dim=1), strict=True):
         total_NM.addmm_(left_Nd.double(), right_Md.double().T)
@@ -70,10 +71,10 @@ def inner_products(left_ND: torch.Tensor, right_MD: torch.Tensor) -> torch.Tenso
 
 
 def squared_norm(reference_mm: torch.Tensor) -> Jackknifed:
-    """|g|² from the inner products of the reference's batches.
+    """Estimate |g|² from the inner products of the reference's batches.
 
     Raises:
-        DvpError: fewer than 4 batches, or an interval that includes zero: nothing can be given relative to it.
+        DvpError: fewer than 4 batches, or an interval that includes zero: no statistic relative to |g|² is defined.
     """
     value, without_m = _squared_mean(reference_mm, "reference batches")
     norm = Jackknifed(value.item(), without_m[:0], without_m)
@@ -88,11 +89,10 @@ def squared_norm(reference_mm: torch.Tensor) -> Jackknifed:
 def gradient_statistics(
     batches_nn: torch.Tensor, reference_mm: torch.Tensor, cross_nm: torch.Tensor | None = None
 ) -> dict[str, Jackknifed]:
-    """Each of VARIANCE_STATISTICS, of estimates of the gradient or of a part of it; with `cross_nm` STATISTICS too.
+    """Return VARIANCE_STATISTICS of estimates of the gradient, or of a part of it; with `cross_nm` STATISTICS too.
 
-    The cosine and variance_over_signal are NaN where they are not defined: with an |E x|² that is not estimated above
-    0, and where its 95 % interval includes zero. The signal of differences x − h is the squared bias of x paired with h
-    (dvp.measurement.paired_bias).
+    The cosine is NaN where |E x|² is not estimated above 0, variance_over_signal where the 95 % interval of |E x|²
+    includes zero. The signal of differences x − h is the squared bias of x paired with h (dvp.measurement.paired_bias).
 
     Args:
         batches_nn: ⟨x_i, x_j⟩, float64.
@@ -100,7 +100,7 @@ def gradient_statistics(
         cross_nm: ⟨x_i, y_k⟩.
 
     Raises:
-        DvpError: fewer than 4 batches of either, or as `squared_norm`.
+        DvpError: fewer than 4 batches of either, or an |g|² that is not distinguishable from 0.
     """
     norm = squared_norm(reference_mm)
     mean, mean_n = _squared_mean(batches_nn, "batches")
@@ -126,14 +126,17 @@ def gradient_statistics(
             ]
         )
         values["squared_bias"] = (mean_R - 2 * cross_R + norm_R) / norm_R
-        # The root of a negative estimate of |E x|² is NaN, which is what the cosine then is.
+        # A negative estimate of |E x|² makes the root, and the cosine, NaN.
         values["cosine"] = cross_R / (mean_R * norm_R).sqrt()
         values["mse"] = (power_R - 2 * cross_R + norm_R) / norm_R
     return {name: jackknifed(value_R) for name, value_R in values.items()}
 
 
 def _squared_mean(products_nn: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """|E x|² over all pairs of different batches, and without each batch in turn. Raises DvpError, naming `what`."""
+    """Estimate |E x|² from all pairs of different batches, and with each batch left out in turn.
+
+    Raises DvpError, which names `what`, for fewer than 4 batches.
+    """
     count = len(products_nn)
     if count < FEWEST:
         raise DvpError(f"{what}: expected at least {FEWEST}, got {count}")
@@ -144,7 +147,7 @@ def _squared_mean(products_nn: torch.Tensor, what: str) -> tuple[torch.Tensor, t
 
 
 def _variance(without_n: torch.Tensor) -> float:
-    """The jackknife's variance, (n − 1)/n · Σ (θ_(i) − mean)²; 0 for no batches."""
+    """Return the jackknife's variance, (n − 1)/n · Σ (θ_(i) − mean)²; 0 for no batches."""
     if not len(without_n):
         return 0.0
     return (len(without_n) - 1) * (without_n - without_n.mean()).square().mean().item()

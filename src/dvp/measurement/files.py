@@ -1,4 +1,4 @@
-"""Names, bins and limits of what measurements write and reports read; apart, so that reports load no torch."""
+"""Names, bins and limits that measurements and reports share; in a file of their own so that reports load no torch."""
 
 import math
 from pathlib import Path
@@ -11,30 +11,30 @@ if TYPE_CHECKING:
 
 ENGINE = "engine"
 SOURCES = (ENGINE, "shape", "bf16")
-"""Whose distribution is q: the engine's, or the trainer's own in another batch shape or under bf16 autocast."""
+"""Distributions that stand for q: the engine's, or the trainer's own in another batch shape or under bf16 autocast."""
 TABLES = ("histogram", "gaps", "bounds", "safe_sets", "prefixes", "noise")
 """The parquet files of a measurement of the mismatch."""
 TOKENS = "tokens"
-"""And another one, a row a sampled token: problem, response and position (from 0) in it, token (its id), log_p, log_q
-(trainer, engine; nats); where the whole vocabulary is known, log_p_shape and log_p_bf16, log p of the controls, and kl,
-KL(q‖p) there."""
-# Steps of 1e-4 nats near 0, of a tenth of |d| far from it, to 30 nats on either side; what is beyond has bins as well.
+"""The parquet file with one row per sampled token: problem, response and position (from 0) in it, token (its id),
+log_p, log_q (trainer, engine; nats); where the whole vocabulary is known, log_p_shape and log_p_bf16, log p of the
+controls, and kl, KL(q‖p) there."""
+# Widths from 1e-4 nats near 0 to a tenth of |d| far from it, up to 30 nats on either side; two open bins lie beyond.
 D_EDGES = (-math.inf, *(1e-3 * math.sinh(step / 10) for step in range(-110, 111)), math.inf)
-"""Of d, nats. All bins are (lower, upper], so that d = 0 counts as not positive."""
+"""Bin edges of d, nats. All bins are (lower, upper], so that d = 0 counts as not positive."""
 NARROWEST = min(edge for edge in D_EDGES if edge > 0)
 """Width of the bins of d next to 0, nats."""
 NORMAL_95 = 1.959964
-"""The quantile of a normal interval."""
+"""The normal quantile of a 95 % interval."""
 
 PAIRED = {"paired_squared_bias": "weight_ess", "paired_squared_bias_pruned": "weight_ess_pruned"}
-"""The squared biases against ∇J and against ∇J_mp, and what the ESS of the weights behind each is called."""
+"""The squared biases against ∇J and against ∇J_mp, each with the name of the ESS of the weights behind it."""
 SMALLEST_ESS = 0.5
-"""Of the sequence weights, over the number of responses. Below it the variance of r is above 1 and a few responses
-carry h: the exact reference is to be used instead. From it on no weight has more than √(2/N) of the sum of N."""
+"""The smallest usable ESS of sequence weights, over the number of responses. Below it the variance of r is above 1 and
+a few responses dominate h: use the exact reference instead. From it on no weight exceeds √(2/N) of the sum of N."""
 
 
 def write_tables(tables: dict[str, "pd.DataFrame"], folder: Path) -> dict[str, str]:
-    """Write each as NAME.parquet; their SHA-256 by file name."""
+    """Write each table to folder/NAME.parquet; return the files' SHA-256 by file name."""
     for name, table in tables.items():
         with atomic_path(folder / f"{name}.parquet") as temporary:
             table.to_parquet(temporary, index=False)

@@ -1,9 +1,9 @@
-"""Estimators of the policy gradient as training makes them, and exact gradients at a fixed policy.
+"""Estimators of the policy gradient as in training, and their gradients at a fixed policy.
 
-Estimators that give a response one weight are sums Σ_b c_b ∇log p(response b): the gradients of a batch's responses,
-made once, serve all of them. Gradients longer than BUCKETS are sketched.
+Estimators that give a response one weight are sums Σ_b c_b ∇log p(response b): the gradients of a batch's responses
+are computed once for all of them. Gradients longer than BUCKETS are sketched.
 
-A gradient comes in parts that sum to it: what the tokens of each bin of positions contribute.
+A gradient is returned in parts that sum to it, one for the tokens of each bin of positions.
 
 Shape suffixes: B responses of a batch, T tokens, E estimators, K parts, D coordinates, n some tokens of a response.
 """
@@ -24,24 +24,24 @@ from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Policy
 
 BUCKETS = 2**20
-SEQUENCES = 16  # gradients of responses at once
-NORM_ELEMENTS = 2**24  # of gradients of single tokens at once
+SEQUENCES = 16  # responses whose gradients are held at once
+NORM_ELEMENTS = 2**24  # elements of single tokens' gradients that are held at once
 
 
 def position_parts(response_BT: torch.Tensor, bins: Sequence[int]) -> torch.Tensor:
-    """Which response tokens lie in each bin of positions, (K, B, T) bool; every response token in one of them.
+    """Return which response tokens lie in each bin of positions, (K, B, T) bool; each lies in exactly one.
 
     A token's position is its number among those that the model wrote, from 1.
 
     Args:
-        bins: the last position of each bin but the last one, ascending; none gives one part.
+        bins: the last position of each bin except the final, open one, ascending; an empty list gives one part.
     """
     place_BT = torch.bucketize(response_BT.long().cumsum(dim=1), torch.tensor(bins, dtype=torch.long))
     return torch.stack([response_BT & (place_BT == number) for number in range(len(bins) + 1)])
 
 
 class Estimator:
-    """One estimator: a method, at a ρ if it takes one."""
+    """A gradient estimator: a method of the experiment, at a ρ if it takes one."""
 
     def __init__(self, experiment: Experiment, method: str, rho: str | None):
         settings = experiment.methods[method]
@@ -61,19 +61,22 @@ class Estimator:
     def update(
         self, rollout: Rollout, statistics: dict[str, torch.Tensor], squared_norm_BT: torch.Tensor | None = None
     ) -> Update:
-        """As training has it; `squared_norm_BT`, see `make_update`, is for an estimator with true_norms."""
+        """Compute the update as training does; `squared_norm_BT` (see `make_update`) is used with true_norms only."""
         return self._update(rollout, statistics, squared_norm_BT=squared_norm_BT if self.true_norms else None)
 
 
 class CountSketch:
-    """Brings vectors, given as several tensors, to at most `buckets` coordinates; shorter ones stay as they are.
+    """A linear map S of vectors, given as several tensors, to at most `buckets` coordinates; shorter ones stay exact.
 
     Every coordinate is added, with a random sign, to one of the buckets. ⟨Sx, Sy⟩ is an unbiased estimate of ⟨x, y⟩
     with a variance of at most 2|x|²|y|²/buckets (Charikar, Chen and Farach-Colton 2002), and S is linear.
     """
 
     def __init__(self, sizes: Sequence[int], buckets: int, seed: int):
-        """`sizes`: elements of each tensor. Takes four bytes for each of them unless they fit into the buckets."""
+        """Draw a bucket and a sign for every element, `sizes` of each tensor, unless all fit into the buckets.
+
+        Takes four bytes per element.
+        """
         self.size = sum(sizes)
         self.exact = self.size <= buckets
         self.length = self.size if self.exact else buckets
@@ -86,7 +89,7 @@ class CountSketch:
             ]
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The vector's sketch, (length,), on its device; `parts` have the sizes given, in any shape."""
+        """Return the vector's sketch, (length,), on its device; `parts` have the sizes given, in any shape."""
         if self.exact:
             return torch.cat([part.reshape(-1) for part in parts])
         self._places = [places.to(parts[0].device) for places in self._places]
@@ -100,7 +103,7 @@ class Gradients:
     """Exact fp32 gradients of Σ_t c_t log p(y_t) over a model's parameters, sketched if they are long."""
 
     def __init__(self, policy: Policy, temperature: float, tokens: int, seed: int):
-        """`tokens` are in a pass at most, unless a response has more."""
+        """Prepare gradients of a policy; a pass has at most `tokens` tokens, unless a single response has more."""
         torch.set_float32_matmul_precision("highest")
         self._policy, self._temperature, self._tokens = policy, temperature, tokens
         self._parameters = list(policy.parameters())
@@ -109,7 +112,7 @@ class Gradients:
 
     @torch.no_grad()
     def score(self, batch: Batch, safe: SafeVocabulary | EngineSets | None) -> dict[str, torch.Tensor]:
-        """The head's statistics of every response token, each (B, T), 0 elsewhere."""
+        """Return the head's statistics of every response token by name, each (B, T), 0 elsewhere."""
         parts = batch.micro_batches(self._tokens)
         scored = [self._statistics(batch.rows(rows), safe) for rows in parts]
         return {
@@ -124,7 +127,10 @@ class Gradients:
         safe: SafeVocabulary | EngineSets | None,
         parts_KBT: torch.Tensor,
     ) -> torch.Tensor:
-        """∇ Σ_b Σ_t c_bt log p^mp(y_bt), a sum for each part, (K, D); with V_S constant, and no term outside it."""
+        """Return ∇ Σ_b Σ_t c_bt log p^mp(y_bt), a sum for each part, (K, D).
+
+        V_S is held constant, and tokens outside it contribute nothing.
+        """
         total_KD = torch.zeros(len(parts_KBT), self.sketch.length)
         useful = (coefficient_BT != 0).any(dim=1).nonzero()[:, 0]
         for rows in batch.micro_batches(self._tokens, useful):
@@ -138,9 +144,9 @@ class Gradients:
         safe: SafeVocabulary | EngineSets | None,
         parts_KBT: torch.Tensor,
     ) -> torch.Tensor:
-        """Σ_b c_be ∇ Σ_t log p^mp(y_bt) over the tokens in V_S, a sum over t for each part, (E, K, D).
+        """Return Σ_b c_be ∇ Σ_t log p^mp(y_bt) over the tokens in V_S, a sum over t for each part, (E, K, D).
 
-        One forward pass a response, with a backward pass for each part, serves all.
+        One forward pass per response, with a backward pass for each part, serves all E estimators.
         """
         total_EkD = torch.zeros(coefficient_BE.shape[1], len(parts_KBT) * self.sketch.length)
         useful = (coefficient_BE != 0).any(dim=1).nonzero()[:, 0]
@@ -150,10 +156,10 @@ class Gradients:
         return total_EkD.view(-1, len(parts_KBT), self.sketch.length)
 
     def squared_norms(self, batch: Batch, safe: SafeVocabulary | EngineSets | None) -> torch.Tensor:
-        """‖∇ log p^mp(y_bt)‖² over the parameters at each response token, (B, T), 0 elsewhere. Exact.
+        """Return the exact ‖∇ log p^mp(y_bt)‖² over the parameters at each response token, (B, T), 0 elsewhere.
 
-        A vectorised backward pass over a response for some of its tokens at a time: the work of as many backward passes
-        as there are tokens. 0 for a token outside V_S, which has no gradient.
+        Backward passes are vectorised over some of a response's tokens at a time, and cost as much as one pass per
+        token. A token outside V_S has no gradient and gets 0.
         """
         norm_BT = torch.zeros(batch.tokens_BT.shape)
         size = sum(parameter.numel() for parameter in self._parameters)
@@ -180,7 +186,7 @@ class Gradients:
     def _of_rows(
         self, batch: Batch, rows: torch.Tensor, safe: SafeVocabulary | EngineSets | None, coefficient_KBT: torch.Tensor
     ) -> torch.Tensor:
-        """∇ Σ c log p^mp over the tokens of some responses that are in V_S, for each of K coefficients, (K, D)."""
+        """Return ∇ Σ c log p^mp over the tokens in V_S of some responses, for each of K coefficients, (K, D)."""
         part, gradients = batch.rows(rows), []
         statistics = self._statistics(part, safe)
         coefficient_KN = coefficient_KBT[:, rows, : part.tokens_BT.shape[1]][:, part.response_BT].to(self._device)

@@ -1,12 +1,12 @@
-"""How far trainer and engine are apart at a fixed policy, over the whole vocabulary where the engine goes.
+"""Measure the mismatch of trainer and engine at a fixed policy, over the whole vocabulary at the engine's positions.
 
-The engine samples from its full distribution, at temperature 1; the trainer, fp32, scores the same positions. Controls,
-without which nothing can be blamed on the engine, are the trainer at another batch shape (`shape`) and under bf16
-autocast (`bf16`), each in the engine's place. What is written are sums a problem, so that intervals over problems can
-be had without the distributions themselves, and what the sampled tokens had of them.
+The engine samples from its full distribution, at temperature 1; the trainer, fp32, scores the same positions. Two
+controls show how much of the mismatch is not the engine's: the trainer at another batch shape (`shape`) and under bf16
+autocast (`bf16`), each in the engine's place. Sums per problem are written, which suffice for intervals over problems,
+and the log-probs of the sampled tokens.
 
-Of the trainer hidden states are kept, and logits made of some positions at a time: beside the engine's distributions,
-four bytes an entry, a problem takes little.
+The trainer's hidden states are kept and logits computed for some positions at a time, so that the engine's
+distributions, four bytes per entry, take most of the memory.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ from dvp.training.backend import Policy
 from dvp.training.rollouts import Problems
 
 ELEMENTS = 2**21
-"""Of distributions that are compared at once, positions times vocabulary; a dozen numbers of 64 bits for each."""
+"""Entries of distributions compared at once, positions times vocabulary; each needs a dozen 64-bit numbers."""
 MIS = PRESETS["mis"].model_copy(update={"veto": PRESETS["veto"].veto})
 """The rule of the catalogue's `rloo_mis`."""
 EDGES = {
@@ -54,7 +54,7 @@ EDGES = {
     "gaps": [("gap", GAP_EDGES)],
     "bounds": [("rest", REST_EDGES)],
 }
-"""Of the bins of the tables that have some."""
+"""The binned tables: name and bin edges of each of their dimensions."""
 
 
 def measure_mismatch(
@@ -66,9 +66,9 @@ def measure_mismatch(
     engine: Engine,
     folder: Path,
 ) -> dict:
-    """Write the TABLES, and TOKENS, as NAME.parquet to `folder`; `model` is the trainer's policy, fp32.
+    """Measure the mismatch and write the TABLES, and TOKENS, as NAME.parquet to `folder`.
 
-    Returns counts, the means that one looks at first, and the files' checksums.
+    `model` is the trainer's policy, fp32. Returns counts, the main means, and the files' checksums.
     """
     settings = experiment.mismatch
     sampling = Sampling(max_tokens=experiment.training.max_response_tokens, n=settings.responses, whole_vocabulary=True)
@@ -101,7 +101,7 @@ def measure_mismatch(
 
 
 class _Scores:
-    """The trainer at the positions of each response: as it is ("train"), and the controls."""
+    """The trainer's log-probs at the positions of each response: as it is ("train"), and as either control."""
 
     @torch.no_grad()
     def __init__(self, policy: Policy, batch: Batch):
@@ -122,7 +122,10 @@ class _Scores:
 
     @torch.no_grad()
     def log_probs(self, source: str, response: int, positions: slice) -> torch.Tensor:
-        """Log-probs (N, V) of some of a response's positions, float64. In another shape, so is the head's product."""
+        """Return log-probs (N, V) of some of a response's positions, float64.
+
+        The control `shape` also splits the head's matrix product.
+        """
         hidden_NH = self._hidden[source][response][positions]
         parts = hidden_NH.tensor_split(2) if source == "shape" else [hidden_NH]
         with self._precision(source):
@@ -132,8 +135,8 @@ class _Scores:
 def _measured(
     experiment: Experiment, completions: list[Completion], scores: _Scores, rewards: list[float]
 ) -> dict[str, pd.DataFrame]:
-    """The tables' rows of one problem."""
-    # Added up as they come: kept one by one among blocks of 33 MB that come and go, they would have memory fall apart.
+    """Return one problem's rows of every table."""
+    # Summed at once: small arrays kept among short-lived blocks of 33 MB would fragment the memory.
     sums: dict[str, dict[str, dict]] = {name: defaultdict(dict) for name in (*EDGES, "noise")}
     sets, lengths, sampled = [], [], []
     for response, completion in enumerate(completions):
@@ -177,7 +180,7 @@ def _of(log_prob_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(parts: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a response's safe sets from those of its parts: sums, and means over positions."""
+    """Combine the safe-set rows of a response's parts into those of the response: sums, and means over positions."""
     means = list(POSITION_MEANS)
     weighted = parts.assign(**{name: parts[name] * parts["tokens"] for name in means})
     whole = weighted.groupby(["rho", "margin", "side"], sort=False).sum(min_count=1).reset_index()
@@ -185,12 +188,12 @@ def _whole(parts: pd.DataFrame) -> pd.DataFrame:
 
 
 def _lengths(longest: int) -> list[int]:
-    """Powers of two below the longest response, and that."""
+    """List the powers of two below the length of the longest response, and that length."""
     return [2**power for power in range((longest - 1).bit_length())] + [longest]
 
 
 def _bins(sums: dict[str, np.ndarray], edges: list[tuple[str, tuple[float, ...]]]) -> pd.DataFrame:
-    """A row for each bin that holds a pair: its edges (NAME_low, NAME_high), and its sums."""
+    """Return one row per bin that holds a pair: its edges (NAME_low, NAME_high) and its sums."""
     filled = sums["pairs"].nonzero()
     columns = {}
     for (name, values), index in zip(edges, filled, strict=True):
@@ -199,7 +202,7 @@ def _bins(sums: dict[str, np.ndarray], edges: list[tuple[str, tuple[float, ...]]
 
 
 def _noise(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, tokens_T: torch.Tensor) -> dict[str, float]:
-    """Sums over one response's positions, and maxima."""
+    """Return sums, and maxima, over some positions of one response."""
     log_ratio_T = (log_p_TV - log_q_TV).gather(1, tokens_T[:, None]).squeeze(1)
     tokens = len(tokens_T)
     metrics = mismatch_metrics(log_ratio_T[None], torch.ones_like(log_ratio_T, dtype=torch.bool)[None])
@@ -219,7 +222,7 @@ def _noise(log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, tokens_T: torch.Tenso
 def _safe_sets(
     experiment: Experiment, log_p_TV: torch.Tensor, log_q_TV: torch.Tensor, tokens_T: torch.Tensor
 ) -> list[dict]:
-    """A row for each ρ without a margin, and for each margin on either side."""
+    """Return, for each ρ, one row without a margin and one per margin and side."""
     log_p = log_p_TV.gather(1, tokens_T[:, None]).sum().item()
     log_q = log_q_TV.gather(1, tokens_T[:, None]).sum().item()
 
@@ -247,7 +250,7 @@ def _safe_sets(
 
 
 def _headline(tables: dict[str, pd.DataFrame]) -> dict:
-    """The numbers that one looks at first, over all problems."""
+    """Return the main numbers over all problems."""
     noise = tables["noise"].groupby("source").sum(numeric_only=True)
     first = tables["safe_sets"].drop_duplicates(["problem", "response"])
     pairs = tables["bounds"]

@@ -22,14 +22,14 @@ from dvp.rollout.engine import Completion, Engine, Sampling, make_engine
 from dvp.rollout.seeds import derived_seed
 from dvp.training.rollouts import Problems, prompt_rows
 
-REFERENCE = -1  # in a seed, where the engine's batches have their number
-MEASURED = -1  # in front of that number: training's seeds are made of a seed, a step and a row, and would be the same
-CALL = 512  # responses that the engine is asked for at once
-GENERATED_TOKENS = 2**15  # prompts and responses that the trainer's policy samples at once
+REFERENCE = -1  # stands in a reference seed where an engine batch has its number
+MEASURED = -1  # precedes that number: without it the seeds would equal training's, made of a seed, a step and a row
+CALL = 512  # responses requested from the engine at once
+GENERATED_TOKENS = 2**15  # tokens of prompts and responses that the trainer's policy generates at once
 
 
 def rendered(rows: list[Row], template: str) -> pd.DataFrame:
-    """id, answer and prompt of problems."""
+    """Return a table of id, answer and prompt, each problem set into `template` at {problem}."""
     return pd.DataFrame(
         {
             "id": [row.id for row in rows],
@@ -40,15 +40,16 @@ def rendered(rows: list[Row], template: str) -> pd.DataFrame:
 
 
 def drawn(available: int, count: int, seed: int) -> list[int]:
-    """The rows that a measurement of the mismatch uses; one of the bias uses those of training's first step."""
+    """Draw the rows for a measurement of the mismatch; one of the bias uses those of training's first step."""
     return np.random.default_rng([seed, 0]).choice(available, count, replace=False).tolist()
 
 
 class FixedProblems:
-    """A policy (a Hugging Face directory) that is measured, some problems, and what samples or scores them.
+    """A fixed policy (a Hugging Face directory) with the problems of a measurement, for sampling and scoring.
 
     Raises:
-        DvpError: too few problems, a prompt that is too long, or an answer that nothing can be compared with.
+        DvpError: too few problems with a short enough prompt, a context that is too short, or a reference answer with
+            which nothing can be compared.
     """
 
     def __init__(
@@ -64,7 +65,11 @@ class FixedProblems:
             available, count, 1, seed
         ),
     ):
-        """`problems` have id, answer and prompt; `where` they come from, for messages."""
+        """Choose and encode `count` problems of a table with id, answer and prompt.
+
+        where : the table's origin, for error messages. draw : chooses rows, given their number, `count` and `seed`; by
+        default those of training's first step.
+        """
         self._experiment, self._training, self._model, self.seed = experiment, experiment.training, model, seed
         self.group_size = self._training.group_size
         self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -92,7 +97,7 @@ class FixedProblems:
         self.problems.check_context(context, self._training.max_response_tokens)
 
     def engine(self, name: str, at_once: int, **options: Any) -> Engine:
-        """The policy in an engine of the experiment, which samples `at_once` responses together."""
+        """Start the policy in the experiment's engine `name`, which samples `at_once` responses together."""
         threads = torch.get_num_threads()
         engine = make_engine(
             self._model,
@@ -106,19 +111,19 @@ class FixedProblems:
         return engine
 
     def network(self) -> PreTrainedModel:
-        """The policy in the trainer's precision, fp32, on its device."""
+        """Load the policy in the trainer's precision, fp32, onto the GPU if there is one."""
         network = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
         return network.to("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def responses(self) -> int:
-        """B, in a batch."""
+        """Return the number of responses in a batch, B."""
         return len(self.prompts) * self.group_size
 
     def from_engine(
         self, engine: Engine, rule: SafeVocabulary | None, batches: int, *, report_sets: bool = False
     ) -> Iterator[Rollout]:
-        """Batches from the engine. Their seeds do not depend on the safe vocabulary."""
+        """Yield graded batches from the engine; their seeds do not depend on the safe vocabulary `rule`."""
         sampling = Sampling(
             max_tokens=self._training.max_response_tokens,
             n=self.group_size,
@@ -133,10 +138,13 @@ class FixedProblems:
                 yield self.problems.graded(range(len(self.prompts)), groups[start : start + len(self.prompts)])
 
     def from_trainer(self, model: torch.nn.Module, batches: int, name: str) -> list[Rollout]:
-        """Batches from the trainer's policy itself: temperature, and nothing else between the logits and the sample."""
+        """Return graded batches that the trainer's policy itself samples, by temperature alone (no top-k, no top-p).
+
+        `name` labels the progress lines.
+        """
         ends = model.generation_config.eos_token_id
         ends = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends] if ends is not None else [])}
-        # Not as an argument: `generate` would fill it up with the model's own defaults, such as top_k.
+        # Set on the model: `generate` would complete an argument with the model's own defaults, such as top_k.
         model.generation_config = GenerationConfig(
             do_sample=True,
             temperature=self._training.temperature,
@@ -149,7 +157,7 @@ class FixedProblems:
         group = self.group_size
         progress = Progress(name, len(self.prompts))
         sampled: list[list[Completion]] = []
-        # All responses to a prompt side by side, so that nothing is padded on the left.
+        # All responses to a prompt are sampled together, so that nothing is padded on the left.
         for done, (row, prompt) in enumerate(zip(self.rows, self.prompts, strict=True), start=1):
             at_once = max(1, GENERATED_TOKENS // (len(prompt) + self._training.max_response_tokens))
             own: list[Completion] = []

@@ -1,4 +1,4 @@
-"""Responses that another trainer has dumped, with log-probs of engine and trainer, as rows of sampled tokens."""
+"""Read responses that another trainer has dumped, with log-probs of engine and trainer, as rows of sampled tokens."""
 
 import json
 from collections.abc import Container, Iterator
@@ -15,9 +15,9 @@ from dvp.errors import DvpError
 
 @dataclass(frozen=True)
 class Format:
-    """What a trainer calls the lists of a response: each column of `masks` that is there counts, the first of others.
+    """A trainer's names for the columns of a response: all present `masks` apply, of the others the first present one.
 
-    Without token ids tokens are numbered -1, without a mask all count, without problems intervals are over responses.
+    Without token ids the ids are -1, without a mask all tokens count, without problems intervals are over responses.
     """
 
     log_q: str
@@ -40,29 +40,29 @@ FORMATS = (
     Format("inference_logprobs", "trainer_logprobs", ("token_ids", "input_ids"), ("loss_mask",), ()),
 )
 LOWEST, SLACK = -40.0, 1e-4
-"""Nats. A token of a lower log-prob is not sampled once in 10¹⁷; rounding takes a log-prob above 0 by so much."""
+"""Bounds of a usable log-prob, nats: a lower one is sampled less than once in 10¹⁷; rounding can exceed 0 by SLACK."""
 MOST_LEFT_OUT = 0.1
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Responses of one step."""
+    """The responses of one step."""
 
     name: str
-    """Its mode and step; empty if the file does not say."""
+    """Mode and step; empty if the file does not say."""
     tokens: pd.DataFrame
-    """A row a token that counts, in order: columns as dvp.measurement.files.TOKENS, `response` is the file's row."""
+    """One row per token that counts, in order; columns as dvp.measurement.files.TOKENS, `response` the file's row."""
     left_out: str
-    """How many tokens had no usable log-prob, and where, in a sentence; empty if all had one."""
+    """A sentence on how many tokens had no usable log-prob, and where; empty if all had one."""
 
 
 def read_rollouts(file: Path) -> list[Rollouts]:
-    """Read the first and the last step of each mode, which are all if the file has no `step` and no `mode`.
+    """Read the first and the last step of each mode; a file without `step` and `mode` counts as one step.
 
-    Of a step that was run again after a restart, the last time is read.
+    If a step was rerun after a restart, its last run is read.
 
     Args:
-        file: *.jsonl or *.parquet, a response a row, columns of one of FORMATS.
+        file: *.jsonl or *.parquet, one response per row, columns of one of FORMATS.
 
     Raises:
         DvpError: a file that cannot be read, no columns of a format, lists of unequal length, no token that counts, or
@@ -83,7 +83,7 @@ def read_rollouts(file: Path) -> list[Rollouts]:
 
 
 def _found(own: Format, columns: Container[str]) -> Format:
-    """The columns that are there: the trainer's own, or else those of others."""
+    """Return the columns that are present: by the trainer's own names, or else by those of others."""
 
     def there(name: str) -> tuple[str, ...]:
         every = [getattr(one, name) for one in (own, *FORMATS)]
@@ -116,7 +116,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
-    """The rows of each mode's first and last step, by name; a step is rows that follow each other in a mode."""
+    """Yield name and rows of each mode's first and last step; a step is a run of consecutive rows of a mode."""
 
     def step_of(number: int) -> int | float | None:
         step = rows[number].get("step")
@@ -126,7 +126,7 @@ def _parts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
     for number, row in enumerate(rows):
         modes.setdefault(str(row.get("mode") or ""), []).append(number)
     for mode, numbers in modes.items():
-        steps = {step: list(own) for step, own in groupby(numbers, step_of)}  # of equal ones the last stays
+        steps = {step: list(own) for step, own in groupby(numbers, step_of)}  # a rerun replaces the earlier one
         first = min((step for step in steps if step is not None), default=None)
         for step in dict.fromkeys([first, step_of(numbers[-1])]):
             yield ", ".join(filter(None, [mode, "" if step is None else f"step {step:g}"])), steps[step]
@@ -155,12 +155,12 @@ def _read(file: Path, name: str, rows: list[tuple[int, dict[str, Any]]], columns
 
 
 def is_log_prob(values: pd.Series) -> pd.Series:
-    """Whether each is the log-prob of a sampled token, nats."""
+    """Return whether each value can be the log-prob of a sampled token, nats."""
     return values.between(LOWEST, SLACK)
 
 
 def _tokens(row: dict[str, Any], columns: Format, at: str) -> pd.DataFrame:
-    """Of one response, the tokens that count."""
+    """Return the tokens of one response that count, one per row. Raises DvpError, which begins with `at`."""
     log_q_N = _numbers(row, columns.log_q, at)
 
     def beside(column: str) -> np.ndarray:
@@ -189,7 +189,7 @@ def _tokens(row: dict[str, Any], columns: Format, at: str) -> pd.DataFrame:
 
 
 def _numbers(row: dict[str, Any], column: str, at: str) -> np.ndarray:
-    """A row's list; NaN for null."""
+    """Return a row's list as floats, (N,), NaN for null. Raises DvpError for anything else."""
     values = row.get(column)
     try:
         if not isinstance(values, list | np.ndarray) or any(isinstance(value, str) for value in values):

@@ -1,9 +1,9 @@
-"""A running inference server in the engine's place: vLLM's, and SGLang's, over HTTP.
+"""Sample from a running inference server in place of an engine: vLLM's or SGLang's, over HTTP.
 
-Such a server gives the log-probs of the tokens that it sampled and no whole distributions, so what is measured is what
-a file of rollouts shows (dvp.measurement.rollouts). vLLM: POST /v1/completions with its own `return_token_ids`.
-SGLang: POST /generate with `return_logprob`, whose meta_info.output_token_logprobs are [log-prob, token id, text]; no
-SGLang server has been seen yet.
+Such a server gives log-probs of the sampled tokens but no whole distributions, so that the measurement is that of a
+file of rollouts (dvp.measurement.rollouts). vLLM: POST /v1/completions with its own `return_token_ids`. SGLang: POST
+/generate with `return_logprob`, whose meta_info.output_token_logprobs are [log-prob, token id, text]; this has not been
+tried on an SGLang server.
 """
 
 import json
@@ -26,21 +26,24 @@ from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Policy
 
 PATIENCE = 600.0
-"""Seconds without an answer; a server may have to load or compile first."""
+"""Seconds to wait for an answer; a server may have to load or compile first."""
 WHOLE = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""The full distribution, whatever defaults the model has: log-probs are then the same before and after sampling's
-settings."""
+"""Sampling settings of the full distribution, whatever the model's defaults: log-probs are then the same before and
+after the settings apply."""
 TOKEN_ID = "token_id:"
-"""Before a token's number, in vLLM's log-probs of a server with --return-tokens-as-token-ids."""
+"""Prefix of a token's id in vLLM's log-probs, of a server with --return-tokens-as-token-ids."""
 KEY = "VLLM_API_KEY"
 """The environment variable of the server's key, which vLLM's own server takes from there, too."""
 
 
 class Server:
-    """A server of one model."""
+    """A running server of one model."""
 
     def __init__(self, url: str):
-        """Raises DvpError if nothing answers at `url`, such as http://localhost:8000, with or without /v1."""
+        """Ask which model is served at `url`, such as http://localhost:8000, with or without /v1.
+
+        Raises DvpError if nothing answers, or not with a list of models.
+        """
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")) or "@" in self.url:
             raise DvpError("--server: expected http://HOST:PORT, without user and password")
@@ -53,7 +56,7 @@ class Server:
             ) from None
 
     def generate(self, prompt: list[int], n: int, longest: int, seed: int) -> list[tuple[list[int], list[float]]]:
-        """Token ids and log-probs (nats, NaN for null) of n responses, of `longest` tokens at most.
+        """Return token ids and log-probs (nats, NaN for null) of `n` responses of at most `longest` tokens.
 
         Raises DvpError for an answer without token ids or log-probs, or of another number of responses.
         """
@@ -106,17 +109,17 @@ def _of_vllm(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def _whole(tokens: list, log_probs: list) -> tuple[list[int], list[float]]:
-    """Check that each token has its id and its log-prob; raises ValueError or TypeError."""
+    """Return ids and log-probs, NaN for null; raises ValueError or TypeError unless each token has both."""
     if len(tokens) != len(log_probs) or not all(type(token) is int for token in tokens):
         raise ValueError
     return tokens, [math.nan if value is None else float(value) for value in log_probs]
 
 
 def rollouts(server: Server, fixed: FixedProblems, responses: int, longest: int) -> pd.DataFrame:
-    """Responses of the server with its log-probs and the trainer's, a row each, as `read_rollouts` takes them.
+    """Sample responses and score them by the trainer: one row per response, as `read_rollouts` reads them.
 
     Empty responses are left out. Raises DvpError as `Server.generate`, for a model that the trainer cannot score, for
-    tokens that it has not, and where no response has a token, or none of a problem's has a log-prob.
+    tokens outside its vocabulary, if no response has a token, and if no token of a problem has a log-prob.
     """
     network, rows = fixed.network().eval(), []
     policy, vocabulary = Policy(network), network.config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""The stages that measure at a fixed policy: `mismatch` and `bias`."""
+"""The stages that measure at a fixed policy, `mismatch` and `bias`, and the same measurements of a user's model."""
 
 import subprocess
 import sys
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 def mismatch(config: Path, path: str, threads: int) -> None:
-    """The mismatch between trainer and engine at a fixed policy → mismatch/MEASUREMENT/*.parquet and mismatch.json."""
+    """Measure the mismatch of trainer and engine at a policy of the experiment.
+
+    Writes mismatch/MEASUREMENT/*.parquet and mismatch.json.
+    """
     with _measuring("mismatch", config, path, threads) as (directory, measurement, model, stage):
         from dvp.data.prompts import read_problems
         from dvp.measurement.mismatch import measure_mismatch
@@ -50,7 +53,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
             seed=measurement.seed,
             draw=drawn,
         )
-        # The engine first: it takes its share of what is free of a GPU's memory.
+        # The engine starts first: it takes a share of the GPU memory that is free then.
         engine = fixed.engine(measurement.engine, settings.responses)
         network = fixed.network()
         result = measure_mismatch(
@@ -63,7 +66,7 @@ def mismatch(config: Path, path: str, threads: int) -> None:
 
 
 def bias(config: Path, path: str, threads: int) -> None:
-    """Every gradient estimator against the exact gradient at a policy of the experiment.
+    """Compare every gradient estimator with the exact gradient at a policy of the experiment.
 
     Writes bias/MEASUREMENT/*.parquet (the tables of dvp.measurement.bias.BiasTables) and bias.json.
     """
@@ -92,10 +95,10 @@ def bias(config: Path, path: str, threads: int) -> None:
 def bias_of_model(
     model: Path, engine: str, experiment: Experiment, problems: Path | None, seed: int, output: Path, threads: int
 ) -> "BiasTables":
-    """Every gradient estimator against the exact gradient at any Hugging Face directory; the same files to `output`.
+    """Compare every gradient estimator with the exact gradient at any Hugging Face directory.
 
-    experiment : whose estimators, batches and sampling are used, and problems unless a file of them is given.
-    Raises DvpError before anything starts for input that is not fit for it.
+    Writes the files of the stage `bias` to `output`. `experiment` gives estimators, batches and sampling, and the
+    problems unless `problems` is a file of them. Raises DvpError for unfit input before anything starts.
     """
     if experiment.bias is None:
         raise DvpError(f"experiment '{experiment.name}' has no `bias`, which says what to measure")
@@ -121,16 +124,16 @@ def mismatch_of_model(
     output: Path,
     threads: int,
 ) -> None:
-    """Measure the mismatch at any model; ENGINE/*.parquet and ENGINE/mismatch.json of each engine to `output`.
+    """Measure the mismatch of any model; write ENGINE/*.parquet and ENGINE/mismatch.json of each engine to `output`.
 
-    A process holds one engine: of several each is measured by this program, called anew.
+    A process holds one engine, so that this program is called once per engine if there are several.
 
     model : a Hugging Face directory, a name in config/catalogue/bases.yaml, or one on the hub, whose newest revision is
         taken.
-    experiment : whose prompts are used, and problems unless others are given.
+    experiment : gives the prompt template, and the problems unless others are given.
     problems : a source of the catalogue, or a file.
-    settings : count (of problems), responses (to each), response_tokens, rho (a list) and seed.
-    Raises DvpError before anything starts for input that is not fit for it.
+    settings : count (of problems), responses (per problem), response_tokens, rho (a list) and seed.
+    Raises DvpError for unfit input before anything starts.
     """
     if len(engines) > 1:
         _check_engines(experiment, engines)
@@ -142,7 +145,7 @@ def mismatch_of_model(
                 for one in value if isinstance(value, list) else [value]:
                     command += [f"--{key.replace('_', '-')}", str(one)]
             if status := subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
-                raise SystemExit(status)  # it has said why
+                raise SystemExit(status)  # the call has printed the reason
         return
     [engine], started = engines, time.time()
     folder, fixed, experiment = _compared(model, engines, experiment, problems, settings, threads)
@@ -189,11 +192,11 @@ def rollouts_of_server(
     output: Path,
     threads: int,
 ) -> tuple[Path, dict[str, str]]:
-    """Have a running server of a model sample, score it with the trainer.
+    """Sample responses from a running server of a model and score them with the trainer.
 
-    Returns a file as `dvp diagnose-rollouts` takes it, and what was measured, for the page.
+    Returns a file that `dvp diagnose-rollouts` reads, and a description of the measurement for the page.
 
-    Arguments as in `mismatch_of_model`, but for `url`, the server's. Raises DvpError likewise, and for a server that
+    Arguments as in `mismatch_of_model`, except `url`, the server's. Raises DvpError likewise, and for a server that
     does not answer, or not with token ids and log-probs.
     """
     from dvp.measurement.server import Server, rollouts
@@ -220,12 +223,12 @@ def _amounts(settings: dict[str, Any], source: str) -> str:
 def _opened(
     model: str | Path, engines: list[str], experiment: Experiment, problems: str | None, threads: int
 ) -> tuple[Path, str, "DataFrame"]:
-    """The folder of a user's model, and the different problems of a source or a file, with where they come from.
+    """Return the folder of a user's model, the origin of the problems, and the distinct problems as a table.
 
     model : a folder, or a text that may also be a name in config/catalogue/bases.yaml or on the hub.
     """
     _check_engines(experiment, engines)
-    # What is on the hub comes first: in an engine's environment there is none.
+    # Downloads come first: an engine's environment has no access to the hub.
     folder = Path(model)
     base = None if folder.is_dir() else read_bases().get(str(model))
     if isinstance(base, LocalBase):
@@ -259,7 +262,10 @@ def _compared(
     settings: dict[str, Any],
     threads: int,
 ) -> tuple[Path, "FixedProblems", Experiment]:
-    """A user's model, the problems of which it is asked, and the experiment with the settings."""
+    """Return the folder of a user's model, its problems for a measurement, and the experiment with the settings.
+
+    Raises DvpError if the responses would not fit into the model's context.
+    """
     folder, where, read = _opened(model, engines, experiment, problems, threads)
     from transformers import AutoConfig
 
@@ -295,7 +301,7 @@ def _check_engines(experiment: Experiment, engines: list[str]) -> None:
 def _measuring(
     name: str, config: Path, path: str, threads: int
 ) -> Iterator[tuple[ExperimentDir, Measurement, Path, Stage]]:
-    """The stage of a measurement: its experiment, which one it is, the policy's folder, and what it writes to."""
+    """Open the stage of a measurement; yields the experiment's folder, the measurement, the policy's, and the stage."""
     directory = ExperimentDir(config)
     measurement = directory.experiment.job(name, path).measurement
     _claim(directory.experiment, [measurement.engine], threads)
@@ -313,7 +319,7 @@ def _measuring(
 
 
 def _claim(experiment: Experiment, engines: list[str], threads: int) -> None:
-    """GPUs and threads, before anything that would take others is imported; without an engine the trainer's GPU."""
+    """Reserve GPUs (one without an engine, for the trainer) and set threads before an import can take others."""
     claim(max((experiment.engines[engine].tensor_parallel for engine in engines), default=1))
     configure_environment(threads)
     import torch

@@ -1,12 +1,12 @@
 """Sufficient statistics of the mismatch over the whole vocabulary (docs/method.md, Theory 2 and 3, "Diagnostics").
 
-Only a few tail tokens are ever sampled, so nothing here is sampled but the positions: every (position, token) pair
-counts, as it is or weighted by π_infer ("infer", as if the engine sampled it) or by π_train ("train", the control for
-the selection effect). All sums are over bins and add up over responses; entries named `max…` combine by the larger one.
+Tail tokens are rarely sampled, so that only the positions are sampled here: every (position, token) pair counts,
+unweighted, weighted by π_infer ("infer", as if the engine sampled it) or by π_train ("train", the control for the
+selection effect). All sums are over bins and add up over responses; entries named `max…` combine by the maximum.
 
-log p and log q are float64 and normalised (trainer, engine), d = log q − log p. Of two distributions the logits are
-known up to a constant, and the bounds hold whatever it is: ε_max is that of the constant which makes it smallest, half
-the range of d over the vocabulary.
+log p and log q are float64 and normalised (trainer, engine), d = log q − log p. Distributions determine logits up to a
+constant, and the bounds hold for any: ε_max is taken for the constant that makes it smallest, and is then half the
+range of d over the vocabulary.
 
 Shape suffixes: N positions, V vocabulary, K bins, L lengths.
 """
@@ -23,26 +23,26 @@ from dvp.core.vocabulary_mismatch import epsilon
 from dvp.measurement.files import D_EDGES
 
 TOLERANCE = 1e-12
-"""Nats by which a bound has to be exceeded to count as violated: log p in float64 is good to about 1e-14."""
+"""Nats by which a bound has to be exceeded to count as violated: log p in float64 is accurate to about 1e-14."""
 
 # All bins are (lower, upper], so that d = 0 counts as not positive, and p = 1 and a gap of 0 lie in the last one.
 PROBABILITY_EDGES = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.9, 1.0)
-"""Of p = π_train."""
+"""Bin edges of p = π_train."""
 GAP_EDGES = (-math.inf, *map(float, range(-30, 0)), -1e-9, 0.0)
-"""Of log(p/p_max), nats. The last bin holds the most likely token of each position alone."""
+"""Bin edges of log(p/p_max), nats. The last bin holds only the most likely token of each position."""
 REST_EDGES = (0.0, *(10 ** (step / 10) for step in range(-100, 0)), 0.9, 0.99, 1.0)
-"""Of 1 − p."""
+"""Bin edges of 1 − p."""
 
 POSITION_MEANS = (
     *("jaccard", "infer_in_train", "train_in_infer", "safe_size_train", "safe_size_infer"),
     *("pruned_mass", "pruned_mass_infer", "outside_train"),
 )
-"""Of `safe_sets`, those that are means over positions; the others are sums."""
+"""The entries of `safe_sets` that are means over positions; the others are sums."""
 
 
 @torch.no_grad()
 def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.ndarray]:
-    """Sums in bins of (p, d), each (bins of p, bins of d).
+    """Sum over pairs in bins of (p, d); each array is (bins of p, bins of d).
 
     Returns:
         `pairs` and `abs_d` = Σ|d| count every pair once; for each weighting w, named as in `infer`: `infer` = Σw,
@@ -65,7 +65,7 @@ def histogram(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.nd
 
 @torch.no_grad()
 def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.ndarray]:
-    """Sums in bins of log(p/p_max), each (bins,), named as in `histogram`; and `max_abs_d`."""
+    """Sum over pairs in bins of log(p/p_max); each array is (bins,), named as in `histogram`, and `max_abs_d`."""
     abs_NV, p_NV, q_NV = (log_q_NV - log_p_NV).abs(), log_p_NV.exp(), log_q_NV.exp()
     index_NV = _bin(log_p_NV - log_p_NV.amax(dim=-1, keepdim=True), GAP_EDGES)
     values = {
@@ -81,7 +81,7 @@ def by_gap(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.ndarr
 
 
 def sharp_bounds(probability: torch.Tensor, epsilon_max: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range of log_ratio that logits no further apart than ε_max allow (docs/method.md, Theory 2, the sharp pair).
+    """Return the range of log_ratio for logits at most ε_max apart (docs/method.md, Theory 2, the sharp pair).
 
     log(p + (1 − p) e^{−2ε_max}) ≤ log_ratio ≤ log(p + (1 − p) e^{+2ε_max}), and both are attained: (lower, upper),
     float64, in the shape of the probabilities p = π_train. ε_max in nats, at most 350.
@@ -91,13 +91,16 @@ def sharp_bounds(probability: torch.Tensor, epsilon_max: torch.Tensor | float) -
 
 
 def literal_bound(probability: torch.Tensor, epsilon_max: torch.Tensor | float) -> torch.Tensor:
-    """The paper's Prop. 4.2, 2 ε_max (1 − p) for |log_ratio|. It holds where q > p; see docs/method.md, Theory 2."""
+    """Return 2 ε_max (1 − p), the paper's bound on |log_ratio| (Prop. 4.2).
+
+    It holds where q > p; see docs/method.md, Theory 2.
+    """
     return 2.0 * epsilon_max * (1.0 - probability.double())
 
 
 @torch.no_grad()
 def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.ndarray]:
-    """The literal and the sharp bound of Prop. 4.2 (docs/method.md, Theory 2) against every pair, in bins of 1 − p.
+    """Compare every pair with the literal and the sharp bound of Prop. 4.2 (docs/method.md, Theory 2), by 1 − p.
 
     Returns:
         Each (bins,): `pairs`; `scaled` = Σ |d| / (2 ε_max); `literal_violations` and `sharp_violations`, pairs that
@@ -129,16 +132,16 @@ def bounds(log_p_NV: torch.Tensor, log_q_NV: torch.Tensor) -> dict[str, np.ndarr
 def prefixes(
     log_ratio_N: torch.Tensor, kl_N: torch.Tensor, lengths: Sequence[int], rule: ImportanceRule
 ) -> list[dict[str, float]]:
-    """How the mismatch of a response adds up over its tokens.
+    """Add up the mismatch of a response over its first tokens, for several lengths.
 
     Args:
         log_ratio_N: log p − log q of its tokens, sampled from the full q.
         kl_N: KL(q‖p) at its positions, nats.
-        lengths: how many of its first tokens; one that is longer than the response is all of them.
-        rule: whether it keeps a response that ends there.
+        lengths: numbers of first tokens; one that exceeds the response's length takes all of them.
+        rule: decides whether a response that ends there is kept.
 
     Returns:
-        Of each length: `length`; `kl` = Σ_t KL_t, nats, whose mean over responses is the KL divergence of the prefixes'
+        Per length: `length`; `kl` = Σ_t KL_t, nats, whose mean over responses is the KL divergence of the prefixes'
         distributions, given the noise of an engine that has some; `log_ratio` = Σ_t (log p − log q) of the tokens;
         `kept`, 1 or 0.
     """
@@ -159,7 +162,7 @@ def safe_sets(
     safe_infer_NV: torch.Tensor,
     tokens_N: torch.Tensor,
 ) -> dict[str, float]:
-    """The two safe sets of one response's positions, and what pruning does to the response.
+    """Compare the two safe sets at one response's positions, and measure what pruning does to the response.
 
     `safe_train_NV` and `safe_infer_NV` are V_S and V'_S, bool; the tokens are sampled from the full q.
 
@@ -202,19 +205,19 @@ def safe_sets(
 
 
 def add(sums: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """To `sums`, empty at first, add numbers or arrays of the same names; or take the larger ones, if named `max…`."""
+    """Add numbers or arrays to the entries of `sums`, empty at first; entries named `max…` take the larger instead."""
     for name, value in more.items():
         combine = np.maximum if name.startswith("max") else np.add
         sums[name] = combine(sums[name], value) if name in sums else value
 
 
 def _bin(values: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    """The index of the bin (lower, upper]; what is at or below the lowest edge is in the first one."""
+    """Return the index of each value's bin (lower, upper]; a value at or below the lowest edge is in the first one."""
     return torch.bucketize(values, torch.tensor(edges[1:-1], dtype=torch.float64, device=values.device))
 
 
 def _binned(index_NV: torch.Tensor, shape: tuple[int, ...], values: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """The sum of each kind of value in every bin; the largest one of what is named `max…`."""
+    """Return the sum of each kind of value in every bin, in `shape`; its maximum if the name begins with `max`."""
     index, count = index_NV.flatten(), math.prod(shape)
     nothing = torch.zeros(count, dtype=torch.float64, device=index.device)
     return {

@@ -256,8 +256,8 @@ def train(config: Config, run: RunPath, threads: Threads = 1, stop_seconds: Stop
 def convert(config: Config, run: RunPath, threads: Threads = 1) -> None:
     """Turn a run's checkpoint into a Hugging Face model, with proof.
 
-    Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if a weight is not the trainer's to the last
-    bit, or fixed prompts score differently by more than rounding.
+    Writes models/RUN/ as safetensors and models/RUN/conversion.json; fails if a weight is not bit-identical to the
+    trainer's, or fixed prompts score differently by more than rounding.
     """
 
 
@@ -526,7 +526,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _ending(error: BaseException, name: str) -> tuple[str, int]:
-    """What is said of an error, and the exit status."""
+    """Return the message for an error, and the exit status."""
     if isinstance(error, typer.TyperException):
         message = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
         return f"{message}; see `{name} --help`", error.exit_code

@@ -174,7 +174,7 @@ class _Options(NamedTuple):
 
 
 _Rows = namedtuple("_Rows", (*OF_TOKENS, "log_rho", "lse", "safe_lse", "target"))
-_Rows.__doc__ = """Of each row TokenStatistics' fields, and what else its gradient is made from, each (N,).
+_Rows.__doc__ = """TokenStatistics' fields of each row, and what else its gradient is made from, each (N,).
 
 lse is log Σ e relative to the row's maximum, as e is; safe_lse the same over V_S.
 """
@@ -320,7 +320,7 @@ def _own_gradient(
 def _over_kept(
     sums: RowSums, kept_n: KeptSets, logits_nV: torch.Tensor, log_rho_n: torch.Tensor
 ) -> tuple[RowSums, torch.Tensor]:
-    """Split a chunk's sums by the replayed sets instead of by the rule; return also how far both sets overlap.
+    """Split a chunk's sums by the replayed sets, not by a rule; return also how far both sets overlap.
 
     Of each row, only the entries in its set are read, and they are few.
     """

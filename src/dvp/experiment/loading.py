@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -205,10 +204,6 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     options = read_json(file)
     parse(_DeepSpeed, options, file)
     experiment = experiment.model_copy(update={"deepspeed": options})
-    if isinstance(experiment.base, LocalBase) and not extended_by:
-        engines = [point.engine for point in experiment.points]
-        if said := experiment.swallowed_updates(stored_dtype(Path(experiment.base.path)), engines):
-            print(f"{path}: {said}", file=sys.stderr)
     return value, experiment
 
 

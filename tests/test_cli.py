@@ -18,6 +18,7 @@ from sqlalchemy import NullPool, create_engine
 from dvp import cli
 from dvp.cli import LARGEST_SEED, app, main
 from dvp.errors import Stopped
+from dvp.experiment.base import stored_sizes
 from dvp.experiment.loading import load_experiment, parse_experiment, read_resolved, write_resolved
 from dvp.files import checksums, write_json
 from dvp.tracking.record import read_record
@@ -257,6 +258,13 @@ def test_a_package_that_is_not_there_is_one_line(refused, monkeypatch):
     for name in ("planning.text", "analysis.formats"):
         monkeypatch.delitem(sys.modules, f"dvp.{name}", raising=False)
     assert refused("plan") == "tabulate is not installed; pip install '.[diagnose]'"
+
+
+def test_what_a_plan_of_a_local_model_needs_is_of_mismatch(refused, monkeypatch):
+    """Its sizes, which transformers knows."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr("dvp.planning.plan.make_plan", lambda *_, **__: stored_sizes(Path("any")))
+    assert refused("plan") == "transformers is not installed; pip install '.[mismatch]'"
 
 
 # --- stages ---

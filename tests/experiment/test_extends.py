@@ -99,8 +99,24 @@ def test_what_is_said_of_a_model_is_not_said_of_another(config, mine, tmp_path):
     assert str(tmp_path) in other.scale
     assert "0.5 M" not in other.scale
     assert (other.report.declarations, other.report.reached_within) == ([], 1)
+    alone = mine("extends: tiny")
+    assert (alone.description, alone.scale) == (tiny.description, tiny.scale)
     told = mine("extends: smoke\ndata: {train: stories}\nscale: Mine.\nreport: {declarations: [Mine.]}")
     assert (told.scale, told.report.declarations) == ("Mine.", ["Mine."])
+
+
+def test_what_is_said_goes_with_a_revision_and_a_source(mine, write, config):
+    """Of the same place: another commit, another file of a wheel, another count of problems."""
+    parent = load_experiment("paper_8b", config)
+    other = mine(f"extends: paper_8b\nbase: {{revision: {'c' * 40}}}")
+    assert other.scale.startswith(f"{other.base.path} on ")
+    assert (other.scale != parent.scale, other.report.declarations) == (True, [])
+    write("parent", "extends: tiny\nbase: smollm2\nscale: Mine.\nreport: {declarations: [Mine.]}")
+    wheel = mine("extends: parent\nbase: {file: other/small.Q8.gguf}")
+    assert wheel.scale.startswith("small.Q8 on ")
+    assert wheel.report.declarations == []
+    problems = "sources: {stories: {kind: generated, generator: stories, count: 900, seed: 3}}"
+    assert mine(f"extends: parent\n{problems}").report.declarations == []
 
 
 @pytest.mark.parametrize(
@@ -145,6 +161,12 @@ def test_a_base_by_name_is_the_catalogues(mine, write, config):
         DvpError, match=r"/mine\.yaml: base: 'smolm' is not in config/catalogue/bases\.yaml; known are smollm2$"
     ):
         mine("extends: tiny\nbase: smolm")
+
+
+def test_a_base_by_name_replaces_the_parents_of_its_kind(mine, config):
+    file, hub = config / "catalogue/bases.yaml", f"{{kind: hub, path: a/b, revision: {'c' * 40}}}"
+    file.write_text(f"{file.read_text()}\nhubone: {hub}\n")
+    assert mine("extends: paper_8b\nbase: hubone").base == read_bases(config)["hubone"]
 
 
 def test_a_fault_of_the_bases_names_their_file(mine, config):

@@ -20,6 +20,7 @@ from dvp.strict import NAME, Strict, first_problem
 RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # names that the folder of results uses itself
 SHIPPED = Path(__file__).parents[1] / "config"  # in a clone, a link to the repository's config/
 TABLES = ("sources", "engines", "methods")  # filled from config/catalogue
+MODEL = ("kind", "path", "revision", "package", "version", "sha256", "file")  # the keys of a base that say which it is
 DEEPEST = 100  # levels of a value; libyaml's recursion would end the process at some ten thousand
 M = TypeVar("M", bound=Strict)
 Given = Annotated[str, Field(min_length=1)]
@@ -132,8 +133,8 @@ def load_experiment(name: str, config: Path | None = None) -> Experiment:
 
     The local files that it names must exist: Snakemake would take results made of earlier ones for results of these. An
     experiment that says `extends: OTHER` is the other one, which may extend another in turn, with its own keys on top:
-    mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, and null removes a
-    key. What the other one says of itself is not inherited (`_say_anew`).
+    mappings are merged key by key, unless their `kind` or `rule` differs, anything else is replaced, by the name of a
+    base as well, and null removes a key. What the other one says of itself is not inherited (`_say_anew`).
     """
     return _load(name, config or config_folder(), ())[1]
 
@@ -160,7 +161,8 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         raise DvpError(f"{path}: name: expected {expected}, as the file is called, found {value.get('name')!r}")
     if "deepspeed" in value:
         raise DvpError(f"{path}: deepspeed: unknown key; training.deepspeed names a file of {config / 'deepspeed'}")
-    if isinstance(value.get("base"), str):
+    named = isinstance(value.get("base"), str)
+    if named:
         base = read_bases(config).get(value["base"])
         if base is None:
             known = ", ".join(sorted(read_bases(config)))
@@ -169,7 +171,8 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     if "extends" in value:  # mistakes of the parent are reported in its own name
         parent, own = value.pop("extends"), value
         inherited = _load(parent, config, (*extended_by, name))[0]
-        value = _say_anew(_merged(inherited, own), own, inherited)
+        below = {key: part for key, part in inherited.items() if not (named and key == "base")}  # it is whole
+        value = _say_anew(_merged(below, own), own, inherited)
     resolved, of_catalogue = dict(value), {}
     for table in TABLES:
         own = value.get(table, {})
@@ -236,8 +239,8 @@ def _merged(below: Any, above: Any) -> Any:
 def _say_anew(value: dict, own: dict, inherited: dict) -> dict:
     """Replace what an extended experiment says of itself and its extension does not say again.
 
-    The description never holds for both. The scale is made from the settings where the base model, the problems or the
-    lengths differ; declarations are dropped where the base model or the problems do.
+    The description holds for both only where the extension gives nothing. The scale is made from the settings where the
+    base model, the problems or the lengths differ; declarations are dropped where the base model or the problems do.
 
     Args:
         value: the merged mapping of the extension, perhaps with mistakes.
@@ -245,14 +248,16 @@ def _say_anew(value: dict, own: dict, inherited: dict) -> dict:
         inherited: the valid mapping of the extended experiment.
     """
     train = _at(value, "data", "train")
-    subject = [("base", "kind"), ("base", "path"), ("data", "train"), ("sources", train, "path")]
+    subject = [*(("base", key) for key in MODEL), ("data", "train"), ("sources", train)]
     lengths = [("base", "architecture"), ("training", "steps"), ("training", "max_response_tokens")]
     other = [key for key in (*subject, *lengths) if _at(value, *key) != _at(inherited, *key)]
-    if "description" not in own:
-        given = ", ".join(key for key in own if key != "name")
+    given = ", ".join(key for key in own if key != "name")
+    if given and "description" not in own:
         value = value | {"description": f"{inherited['name']} with other {given}."}
     if "scale" not in own and other:
-        model, steps = _at(value, "base", "path") or "A model made here", _at(value, "training", "steps")
+        base, steps = value.get("base"), _at(value, "training", "steps")
+        model = _at(base, "path") or Path(str(_at(base, "file"))).stem
+        model = "A model made here" if _at(base, "kind") == "trained" else model
         scale = f"{model} on {train}, {steps} steps, responses of up to {_at(value, *lengths[-1])} tokens; "
         value = value | {"scale": f"{scale}the papers train billions of parameters on competition mathematics."}
     report = value.get("report")

@@ -161,6 +161,25 @@ def test_few_tokens_without_a_log_prob_are_left_out(tmp_path, bad, shown):
         assert f"row 2, token {place + 1}: {OURS[column]} {shown}" in read.left_out
 
 
+@pytest.mark.parametrize(
+    ("steps", "wrong"), [([1, 2, 1, 2, 3, 1], 1), ([1, 2, 1, 3, 2, 3], 1), ([0, 1, 2, 1, 2, 0], 0)]
+)
+def test_steps_that_are_interleaved_are_refused(tmp_path, steps, wrong):
+    write(tmp_path / "dump.jsonl", [{"step": step, OURS[0]: [-1.0], OURS[1]: [-1.0]} for step in steps])
+    line = f"dump\\.jsonl: rows of step {wrong} are not together; sort the file by step$"
+    with pytest.raises(DvpError, match=line):
+        read_rollouts(tmp_path / "dump.jsonl")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_long_prompts_that_differ_in_the_middle_differ(tmp_path, suffix):
+    """numpy's text of an array of more than a thousand numbers leaves out the middle."""
+    file, prompts = tmp_path / f"dump.{suffix}", [[7] * 2000, [7] * 1000 + [8] + [7] * 999]
+    rows = [{"prompt_ids": ids, "rollout_log_probs": [-1.0], "old_log_probs": [-1.1]} for ids in prompts]
+    write(file, rows)
+    assert read_rollouts(file)[0].tokens["problem"].nunique() == 2
+
+
 REFUSED = [
     ({"rollout_log_probs": [-1.0]}, "expected the columns of one trainer: engine_logprobs and trainer_logprobs; ro"),
     (
@@ -218,6 +237,11 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, text, says):
 def test_a_byte_order_mark_is_read(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert len(read_rollouts(tmp_path / "x.jsonl")[0].tokens) == 1
+
+
+def test_a_blank_line_is_skipped(tmp_path):
+    (tmp_path / "x.jsonl").write_text(f"{GOOD}\n  \n{GOOD}\n")
+    assert read_rollouts(tmp_path / "x.jsonl")[0].tokens["response"].tolist() == [0, 1]
 
 
 def test_the_pages_export_from_verl_is_read(tmp_path, monkeypatch, root):

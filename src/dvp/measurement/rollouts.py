@@ -66,7 +66,7 @@ def read_rollouts(file: Path) -> list[Rollouts]:
 
     Raises:
         DvpError: a file that cannot be read, no columns of a format, lists of unequal length, no token that counts, or
-            more than MOST_LEFT_OUT of the tokens without a usable log-prob.
+            more than MOST_LEFT_OUT of the tokens without a usable log-prob, or a step's rows that are not together.
     """
     rows = list(_rows(file))
     if not rows:
@@ -78,7 +78,7 @@ def read_rollouts(file: Path) -> list[Rollouts]:
         raise DvpError(f"{file}: expected the columns of one trainer: {known}; found {', '.join(map(str, columns))}")
     return [
         _read(file, name, [(number, rows[number]) for number in numbers], _found(formats[0], columns))
-        for name, numbers in _parts(rows)
+        for name, numbers in _parts(file, rows)
     ]
 
 
@@ -104,6 +104,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     try:
         with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
                 try:
                     row = json.loads(line)
                 except ValueError as error:
@@ -115,7 +117,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         raise DvpError(f"{file}: cannot be read: {error}") from None
 
 
-def _parts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
+def _parts(file: Path, rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
     """Yield name and rows of each mode's first and last step; a step is a run of consecutive rows of a mode."""
 
     def step_of(number: int) -> int | float | None:
@@ -126,8 +128,15 @@ def _parts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
     for number, row in enumerate(rows):
         modes.setdefault(str(row.get("mode") or ""), []).append(number)
     for mode, numbers in modes.items():
-        steps = {step: list(own) for step, own in groupby(numbers, step_of)}  # a rerun replaces the earlier one
-        first = min((step for step in steps if step is not None), default=None)
+        together = [(step, list(own)) for step, own in groupby(numbers, step_of)]
+        steps = dict(together)  # a rerun replaces the earlier one
+        order = [step for step, _ in together if step is not None]
+        known = sorted(set(order))
+        for place, step in enumerate(order[1:], start=1) if len(known) < len(order) else ():
+            # After a restart the steps rise again, one by one.
+            if step < order[place - 1] and order[place + 1 : place + 2] != [known[known.index(step) + 1]]:
+                raise DvpError(f"{file}: rows of step {step:g} are not together; sort the file by step")
+        first = min(known, default=None)
         for step in dict.fromkeys([first, step_of(numbers[-1])]):
             yield ", ".join(filter(None, [mode, "" if step is None else f"step {step:g}"])), steps[step]
 
@@ -185,7 +194,14 @@ def _tokens(row: dict[str, Any], columns: Format, at: str) -> pd.DataFrame:
             f"found {tokens['token'][wrong].iloc[0]:g}"
         )
     tokens = tokens.astype({"token": int})
-    return tokens.assign(problem=str(row.get(columns.problem[0]))) if columns.problem else tokens
+    return tokens.assign(problem=_text(row.get(columns.problem[0]))) if columns.problem else tokens
+
+
+def _text(value: Any) -> str:
+    """Return what tells a problem from others: whole, where numpy would leave out the middle of a long array."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=lambda one: getattr(one, "tolist", one.__str__)())
 
 
 def _numbers(row: dict[str, Any], column: str, at: str) -> np.ndarray:

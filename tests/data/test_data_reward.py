@@ -44,6 +44,9 @@ def test_the_verifier_rewards_where_no_function_is_named():
         ("def score(response, reference): return None", "score: expected a finite number, found None for"),
         ("def score(response, reference): return float('nan')", "expected a finite number, found nan"),
         ("def score(response, reference): return 1 / 0", r"failed on the response 'x' \(ZeroDivisionError"),
+        ("def score(response, reference): raise SystemExit(3)", r"failed on the response 'x' \(SystemExit: 3"),
+        ("def score(response, reference): return 10**5000", "expected a finite number, found inf"),
+        ("import numpy\ndef score(response, reference): return numpy.eye(2)", r"number, found array\(\[\[1"),
         ("score = 3", r"expected a function score\(response, reference\), found none"),
         ("import nothing_like_it", r"cannot be loaded \(ModuleNotFoundError"),
     ],
@@ -55,9 +58,41 @@ def test_what_is_wrong_with_a_function_is_one_line(own, text, message):
 
 
 def test_another_file_than_the_experiments_is_refused(own):
-    grader = Grader(own=own(sha256="0" * 64))
     with pytest.raises(DvpError, match=r"rewards\.py: has changed since the experiment was resolved"):
-        grader.reward("x", "y", truncated=False)
+        Grader(own=own(sha256="0" * 64))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("x = 3", r"expected a function score\("), ("raise SystemExit(3)", r"loaded \(SystemExit: 3\)")],
+)
+def test_what_cannot_be_loaded_fails_with_the_grader(own, text, message):
+    with pytest.raises(DvpError, match=message):
+        Grader(own=own(text))
+
+
+@pytest.mark.parametrize("value", ["np.float32(0.5)", "np.float64(0.5)", "Fraction(1, 2)"])
+def test_a_real_number_of_any_type_is_a_reward(own, value):
+    text = f"import numpy as np\nfrom fractions import Fraction\ndef score(response, reference): return {value}"
+    assert Grader(own=own(text)).reward("x", "y", truncated=False) == 0.5
+
+
+LATE = """from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Judge:
+    weight: float = 0.5
+
+def score(response, reference): return Judge().weight
+"""
+
+
+@pytest.mark.parametrize("name", ["rewards.py", "rewards", "rewards.txt"])
+def test_a_file_of_any_name_with_dataclasses_is_loaded(own, tmp_path, name):
+    own(LATE).file.replace(tmp_path / name)
+    settings = RewardFunction(file=tmp_path / name, function="score")
+    assert Grader(own=settings).reward("x", "y", truncated=False) == 0.5
 
 
 def test_references_are_left_to_the_function(own, tmp_path, write_rows):

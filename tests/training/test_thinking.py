@@ -45,6 +45,20 @@ def test_tags_that_responses_do_not_show_are_refused(tiny_model):
         before_response(tokenizer, DataConfig(train="x", chat=True))
 
 
+def test_a_faulty_reward_is_told_before_a_trainer_is_made(root, tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").touch()
+    value = load_experiment("smoke", root / "config").model_dump(mode="json")
+    value["data"]["reward"] = {"file": str(tmp_path / "rewards.py"), "function": "score"}
+    write_resolved(parse_experiment(value, tmp_path), tmp_path / "own")
+    directory = ExperimentDir(tmp_path / "own" / "config.yaml")
+    directory.base.symlink_to(tiny_model)
+    directory.data.mkdir()
+    write_problems(directory.data / "train.parquet", TRAIN_COLUMNS, id=["1"], answer="7", prompt=["bafi\n"])
+    monkeypatch.setattr("dvp.training.backend.Trainer", lambda *_: pytest.fail("a trainer was made"))
+    with pytest.raises(DvpError, match=r"rewards\.py: expected a function score\("):
+        set_up(directory, directory.experiment.runs[0])
+
+
 @pytest.mark.parametrize(("asked", "rewards"), [(True, [1, 0, 0]), (False, [1, 1, 1]), (None, [1, 1, 1])])
 def test_training_rewards_what_follows_the_thinking(root, tiny_model, tmp_path, monkeypatch, asked, rewards):
     """As its stage sets a run up, but for trainer and engine."""

@@ -222,6 +222,7 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
     too_long = len(prompts) - len(kept)
     problems, prompts = problems.iloc[kept], [prompts[index] for index in kept]
     tool = make_tool(experiment.tools) if experiment.tools else None
+    grader = Grader(before_response(tokenizer, experiment.data), experiment.data.reward)
 
     torch.manual_seed(run.seed)
     trainer = Trainer(directory.base, settings, experiment.deepspeed, prompts)
@@ -234,6 +235,5 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
         engine = ToolEngine(engine, tool, experiment.tools, tokenizer)
 
     recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer, tools=experiment.tools is not None)
-    grader = Grader(before_response(tokenizer, experiment.data), experiment.data.reward)
     pad = padding_token(tokenizer)
     return Loop(experiment, run, problems, prompts, pad, trainer, engine, recorder, grader), too_long

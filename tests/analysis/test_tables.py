@@ -61,6 +61,18 @@ def test_values_by_hand(experiment, results):
     assert ours["maj_at_k"] == pytest.approx((1 / 4 + 2 / 4) / 2)
 
 
+def test_a_reward_of_ones_own_has_no_majority(experiment, results):
+    for run in (None, *experiment.runs):
+        results.write_evaluation(run, np.eye(4, 8, dtype=bool))
+    for file in results.folder.glob("evals/**/scores.json"):
+        scores = json.loads(file.read_text())
+        del scores["metrics"]["maj@8"]
+        file.write_text(json.dumps(scores))
+    table = main_table(experiment, results.folder)
+    assert (table.frame()["score"] == 1 / 8).all()
+    assert "maj" not in table.frame().to_csv() + " ".join(table.formatted().headings)
+
+
 def test_paired_interval_is_narrower_than_an_unpaired_one(frame):
     """Problems differ in difficulty, which the change does not feel."""
     row, reference = frame.iloc[-1], frame.set_index("point").loc[REFERENCE]

@@ -144,6 +144,16 @@ def test_a_safe_vocabulary_reaches_the_engine_and_changes_no_seed(run):
     assert seeds_pruned == seeds_full
 
 
+def test_with_a_reward_of_ones_own_there_is_no_vote(run, experiment, tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(response, reference): return 'answer' in response")
+    data = experiment.data.model_copy(update={"reward": RewardFunction(file=file, function="score")})
+    scores = run("held_out", experiment=experiment.model_copy(update={"data": data}))
+    assert list(scores["metrics"]) == ["avg@4", "pass@1", "pass@2", "pass@4"]
+    assert scores["metrics"]["avg@4"]["value"] == 1 / 12
+    assert pd.read_parquet(tmp_path / "held_out/samples.parquet")["stated_answer"].isna().all()
+
+
 def test_all_samples_reach_the_metric_and_the_table(run, tmp_path):
     engine, tokenizer = ScriptedEngine(), Tokenizer()
     scores = run("held_out", engine, tokenizer)

@@ -10,6 +10,7 @@ the experiment's folder (results/E).
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class Scored:
     """Evaluations of a grid point's models, one per seed, or of the base model, all on the same P problems."""
 
     scores: pd.DataFrame
-    """One row per model: seed, avg, pass, maj (fractions, of k samples), source."""
+    """One row per model: seed, avg, pass, maj (fractions, of k samples; maj NaN with data.reward), source."""
     share_SP: dict[str, np.ndarray]
     """Share of correct samples of each seed (one row for the base model) and problem, in their order: of `all`, of
     those of `odd` and those of `even` number (NaN where there are none)."""
@@ -120,7 +121,7 @@ class Reader:
         name, seed = (run.path, run.seed) if run else (BASE, None)
         metrics = self._record("evaluate", source, name, seed, config_hash, ["samples.parquet"])["metrics"]
         k = self.experiment.evaluation.samples_per_problem[task]
-        row = {key: float(metrics[f"{key}@{k}"]["value"]) for key in ("avg", "pass", "maj")}
+        row = {key: float(metrics.get(f"{key}@{k}", {"value": nan})["value"]) for key in ("avg", "pass", "maj")}
         answers = _ANSWERS if several_solutions(self.experiment) and task == self.experiment.report.task else ()
         columns = ["problem_id", "sample", "correct", *answers]
         samples = pd.read_parquet((self.folder / source).with_name("samples.parquet"), columns=columns)

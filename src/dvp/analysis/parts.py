@@ -48,7 +48,7 @@ def swept(experiment: Experiment) -> dict[GridPoint, list[str]]:
 
 
 def several_solutions(experiment: Experiment) -> bool:
-    """Return whether the problems of report.task can have several correct solutions."""
+    """Return whether the problems of report.task can have several solutions that the verifier accepts."""
     data, task = experiment.data, experiment.report.task
     source = experiment.sources[data.train if task == "held_out" else task]
-    return isinstance(source, GeneratedSource) and source.several_solutions
+    return isinstance(source, GeneratedSource) and source.several_solutions and data.reward is None

@@ -59,8 +59,8 @@ _BETWEEN = {
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     """Yield the score of the base model, and of every grid point its score, last steps, growth of k3, and cost.
 
-    score (fraction), seed_score of each seed, pass_at_k, maj_at_k; score_change_percent against the reference;
-    score_over_reference; score_over_unpruned of points with a safe vocabulary, against the same without;
+    score (fraction), seed_score of each seed, pass_at_k, maj_at_k (not with data.reward); score_change_percent against
+    the reference; score_over_reference; score_over_unpruned of points with a safe vocabulary, against the same without;
     score_over_rloo of points with another baseline, against the same with RLOO's (fractions);
     smallest_change_percent and smallest_effect, how large a change or score_over_unpruned would have to be for the
     interval to exclude 0 in 80 % of such experiments. See `_training` and `_sweep` for the rest.
@@ -89,7 +89,8 @@ def _scores(
     yield own.statistic("score", where, f"avg@{k}, fraction", how, "share")
     for key in ("pass", "maj"):
         value, unit = math.fsum(scored.scores[key]) / len(scored.scores), f"{key}@{k}, fraction"
-        yield without_interval(f"{key}_at_k", where, value, unit, "mean over seeds", sources)
+        if not math.isnan(value):
+            yield without_interval(f"{key}_at_k", where, value, unit, "mean over seeds", sources)
     for row in scored.scores.itertuples():
         seed = where | {"seed": "none" if point is None else str(row.seed)}
         yield without_interval("seed_score", seed, row.avg, f"avg@{k}, fraction", "a single run", sources)

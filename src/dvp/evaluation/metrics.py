@@ -17,21 +17,22 @@ _SPACING = re.compile(r"\s|\\[!,:; ]|\\?\$")
 
 
 def summarise(
-    correct_PK: np.ndarray, answers: Sequence[Sequence[str | None]], *, resamples: int, seed: int
+    correct_PK: np.ndarray, answers: Sequence[Sequence[str | None]] | None, *, resamples: int, seed: int
 ) -> dict[str, dict[str, float]]:
     """Compute avg@K, pass@1, pass@2, pass@4, …, pass@K and maj@K, each as {value, low, high} with its 95 % interval.
 
     Args:
         correct_PK: whether each sample is correct; problems in the order of their ids, so that all models draw the
             same problems in the bootstrap.
-        answers: the stated answers, P lists of K, None where a response states none.
+        answers: the stated answers, P lists of K, None where a response states none; None: maj@K is left out.
         resamples: replicates of the bootstrap over problems.
         seed: random seed of the resampling.
     """
     P, K = correct_PK.shape
     value_P = {f"avg@{K}": correct_PK.mean(axis=1)}
     value_P |= {f"pass@{k}": pass_at_k(correct_PK, k) for k in powers_of_two(K)}
-    value_P[f"maj@{K}"] = maj_at_k(correct_PK, votes(answers))
+    if answers is not None:
+        value_P[f"maj@{K}"] = maj_at_k(correct_PK, votes(answers))
     draws = bootstrap.draws(1, P, resamples, seed, shared=True)
     return {
         name: dict(zip(("value", "low", "high"), draws.estimate(draws.count_RU @ values / P), strict=True))

@@ -85,11 +85,10 @@ def evaluate(
     schema = TOOL_SAMPLES if experiment.tools else SAMPLES
     table = _table(task, documents, schema)
     correct_PK = np.array(table["correct"]).reshape(-1, k)
-    answers = np.array(table["stated_answer"], dtype=object).reshape(-1, k)
     by_id_P = np.argsort(table["problem_id"][::k])
-    metrics = summarise(
-        correct_PK[by_id_P], answers[by_id_P].tolist(), resamples=settings.bootstrap_resamples, seed=settings.seed
-    )
+    answers = np.array(table["stated_answer"], dtype=object).reshape(-1, k)[by_id_P].tolist()
+    answers = None if experiment.data.reward else answers  # which grades whole responses
+    metrics = summarise(correct_PK[by_id_P], answers, resamples=settings.bootstrap_resamples, seed=settings.seed)
     with atomic_path(folder / "samples.parquet") as temporary:
         pq.write_table(pa.table(table, schema=schema), temporary, compression="zstd")
     return {
@@ -146,7 +145,7 @@ def _table(task: str, documents: list[dict[str, Any]], schema: pa.Schema) -> dic
                     "prompt": doc["prompt"],
                     "response": completion.transcript or str(response),
                     "reference": doc["answer"],
-                    "stated_answer": stated_answer(response, **how),
+                    "stated_answer": None if response.grader.own else stated_answer(response, **how),
                     "correct": response.correct,
                     "tokens": len(completion.log_probs),
                     "finish_reason": completion.finish_reason,

@@ -103,12 +103,14 @@ def sampling(
 
     from dvp.core.safe_vocabulary import FixedRho
     from dvp.data.prompts import encode_prompts, read_problems
+    from dvp.data.reward import Grader
     from dvp.evaluation.runner import evaluate as evaluate_model
     from dvp.rollout.turns import ToolEngine
     from dvp.tools import make_tool
 
     settings, sampler = experiment.evaluation, sampler or experiment.sampler
     tokenizer = AutoTokenizer.from_pretrained(model)
+    Grader(own=experiment.data.reward)  # what is wrong with it is said before an engine starts
 
     @cache
     def engine():

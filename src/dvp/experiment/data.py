@@ -151,7 +151,7 @@ class DataConfig(Strict):
     it does if a chat template is applied that mentions <think>."""
     reward: RewardFunction | None = None
     """A function of your own; null: the verifier, 1 for a response that states the right answer, else 0. With one,
-    references are texts that nothing but it reads."""
+    references are texts that nothing but it reads, and there is no maj@k."""
     decontamination: Decontamination = Decontamination()
     """Which training problems are too like one of the evaluation, and are left out."""
 

@@ -115,6 +115,17 @@ def test_a_job_that_failed_is_named_with_its_log_and_counts_again_when_it_is_tri
     assert screen.say(LogEvent.JOB_FINISHED, 9.0, job_id=1) == ["[1/1] done in 3 s: training a"]
 
 
+def test_a_job_killed_once_may_fail_otherwise_the_next_time(screen):
+    screen.say(LogEvent.RUN_INFO, stats={"train": 1, "total": 1})
+    error = {"rule_name": "train", "msg": None, "rule_msg": None, "jobid": 1, "input": [], "output": [], "aux": {}}
+    error |= {"log": [], "conda_env": None, "shellcmd": "dvp train"}
+    screen.start(1, "train", "training a", 0.0)
+    screen.say(LogEvent.ERROR, message="Command 'dvp train' returned non-zero exit status 137.")
+    assert screen.say(LogEvent.JOB_ERROR, 5.0, **error)[0].startswith("[0/1] killed: training a")
+    screen.start(1, "train", "training a", 6.0)
+    assert screen.say(LogEvent.JOB_ERROR, 7.0, **error)[0] == "[0/1] failed: training a"
+
+
 def test_a_dry_run_looks_as_snakemakes_own(monkeypatch):
     screen = Screen(monkeypatch, dryrun=True)
     assert screen.say(LogEvent.ERROR, message="no such file") == ["no such file"]

@@ -81,7 +81,8 @@ class LogHandler(LogHandlerBase):
             self._taken[rule].append(record.created - started)
             self._say(f"done in {duration(record.created - started)}: {name}{self._outlook(record.created)}")
         elif event == LogEvent.JOB_ERROR:
-            killed = bool(record.shellcmd) and any(record.shellcmd in message for message in self._killed)
+            left = [message for message in self._killed if not record.shellcmd or record.shellcmd not in message]
+            killed, self._killed = len(left) < len(self._killed), left  # the next time it may fail otherwise
             if record.jobid in self._running:  # it may be tried again
                 rule, name, _ = self._running.pop(record.jobid)
                 self._waiting[rule] += 1

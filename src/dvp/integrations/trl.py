@@ -30,6 +30,7 @@ ASKED = ("min_p", "temperature", "top_p", "top_k", "repetition_penalty")
 # Sampling parameters of transformers and vLLM that change no token's distribution, and the values that turn others off.
 HARMLESS = {"max_new_tokens", "max_tokens", "max_length", "max_time", "stop", "stop_strings", "stop_token_ids"}
 HARMLESS |= {"pad_token_id", "bos_token_id", "eos_token_id", "transformers_version", "_from_model_config"}
+HARMLESS |= {"seed", "skip_special_tokens", "detokenize"}
 HARMLESS |= {"use_cache", "cache_implementation", "cache_config", "compile_config", "disable_compile"}
 OFF = {"do_sample": True, "num_beams": 1, "top_p": 1.0, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 OFF |= {"eta_cutoff": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}

@@ -169,7 +169,7 @@ def _too_far(
     limit: float | None,
 ) -> str:
     kl, known = kl_N.mean(), error is not None
-    if kl <= LARGEST_KL and not (known and error > limit):
+    if kl <= LARGEST_KL and (not known or error <= limit):
         return ""
     if known and error <= limit:
         return (

@@ -159,6 +159,9 @@ def mismatch_of_model(
     measurement = Measurement(policy="base", engine=engine, seed=settings["seed"])
     running, network = fixed.engine(engine, settings["responses"]), fixed.network()
     place = output / engine
+    # First, as it takes seconds, and what it fails at would lose the measurement.
+    prompts, tokens = shortest(fixed.problems.prompts), min(TOKENS, settings["response_tokens"])
+    held = compare(network, running, config, prompts, seed=measurement.seed, tokens=tokens, bf16=False)
     result = measure_mismatch(experiment, measurement, fixed.ids, fixed.problems, network, running, place)
     named = None if folder == Path(model) else read_bases().get(model)
     versions = {"vLLM": vllm, "transformers": transformers, "torch": sys.modules["torch"]}
@@ -177,8 +180,6 @@ def mismatch_of_model(
             f"{key} {value}" for key, value in config.model_dump(exclude_defaults=True).items()
         ),
     }
-    prompts, tokens = shortest(fixed.problems.prompts), min(TOKENS, settings["response_tokens"])
-    held = compare(network, running, config, prompts, seed=measurement.seed, tokens=tokens, bf16=False)
     found = {"error": held.error, "limit": held.limit}
     write_json(place / "mismatch.json", result | found | {"folder": str(folder), "about": about})
 

@@ -86,5 +86,7 @@ class _RoundedCache(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         if function is torch.nn.functional.scaled_dot_product_attention:
             query, key, value, *others = arguments
+            if query.is_cuda:  # vLLM's attention on CUDA rounds queries, too, beside an 8-bit cache
+                query = round_cached(query, self._form)
             arguments = query, round_cached(key, self._form), round_cached(value, self._form), *others
         return function(*arguments, **(options or {}))

@@ -206,3 +206,13 @@ def test_the_forecast_methods_are_in_the_catalogue(rules):
     assert (rules["MIS"].lower, rules["MIS"].upper, rules["MIS"].veto) == (0.5, 2.0, 1e-4)
     assert rules["TRM"].trust_region == 2.0
     assert rules["Geo-RS"].level == "geometric"
+
+
+def test_the_pages_numbers_are_estimates_too(rules):
+    stacks = [Stack("bf16", gaussian(), error=1e-3, limit=1e-2), Stack("fp8", gaussian(1e-2, 1))]
+    found = [numbers(stack, rules) for stack in stacks]
+    known = {(one.name, *one.where.values()): one for one in mismatch_page.estimates(stacks, found)}
+    assert known["kl", "bf16"].low <= known["kl", "bf16"].value == found[0].kl <= known["kl", "bf16"].high
+    assert known["kept_forecast", "fp8", "MIS", "512"].value == found[1].kept["MIS"][512]
+    assert ("kl_beyond_weights", "bf16") in known
+    assert ("kl_beyond_weights", "fp8") not in known

@@ -6,7 +6,7 @@ vocabulary if it was measured. Shape suffixes: N tokens, B simulated responses, 
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 
@@ -21,6 +21,7 @@ from dvp.analysis.looks import DARK, FAMILIES, GREYS, LINES, STYLE
 from dvp.analysis.mismatch_advice import LENGTHS, RULES, Numbers, advice, percent, verdict
 from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.responses import visible
+from dvp.analysis.statistics import Statistic, without_interval
 from dvp.analysis.suspicions import RULES as TESTS
 from dvp.analysis.suspicions import suspicions
 from dvp.core.importance import ImportanceRule
@@ -137,6 +138,26 @@ def dispersion(stack: Stack) -> float:
     sums = stack.tokens.assign(value=stack.log_ratio_N - mean).groupby(keys)["value"].agg(["sum", "size"])
     variance = probability_N @ (values_N - mean) ** 2
     return float((sums["sum"] ** 2).sum() / max(variance * sums["size"].sum(), 1e-300))
+
+
+def estimates(stacks: list[Stack], found: list[Numbers]) -> Iterator[Statistic]:
+    """Yield the page's numbers of each engine as statistics: KL, error, forecasts of what is kept, shares outside V_S."""
+    for stack, own in zip(stacks, found, strict=True):
+        where, sources = {"engine": own.engine}, (f"{own.engine}/mismatch.json",)
+        yield Statistic("kl", where, *stack.kl(), "nats per token", "bootstrap over problems", sources)
+        numbers = [("kl_beyond_weights", {}, own.error), ("kl_beyond_weights_limit", {}, own.limit)]
+        numbers += [("self_noise_kl", {"control": name}, kl) for name, kl in own.noise.items()]
+        numbers += [
+            ("kept_forecast", {"correction": name, "length": str(length)}, share)
+            for name, by_length in own.kept.items()
+            for length, share in by_length.items()
+        ]
+        for rho, (kl, score) in own.outside.items():
+            numbers += [("kl_outside", {"rho": rho}, kl), ("squared_score_outside", {"rho": rho}, score)]
+        for name, more, value in numbers:
+            if value is not None:
+                unit = "nats per token" if "kl" in name and "outside" not in name else "fraction"
+                yield without_interval(name, where | more, value, unit, "of all sampled tokens", sources)
 
 
 def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:

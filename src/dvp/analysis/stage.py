@@ -9,7 +9,7 @@ from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import RESULTS, ExperimentDir
 from dvp.experiment.loading import check_settings, read_yaml
-from dvp.files import read_json, sha256_file, sha256_json, write_json, write_text
+from dvp.files import atomic_path, read_json, sha256_file, sha256_json, write_json, write_text
 from dvp.measurement.files import TOKENS
 from dvp.stage import Inputs, run_stage
 from dvp.tracking.store import store_name
@@ -214,9 +214,12 @@ def show_rollouts(experiment: Experiment, file: Path, output: Path, more: dict[s
 def _write_page(experiment: Experiment, stacks: list[Any], title: str, about: dict[str, str], output: Path) -> None:
     from dvp.analysis import mismatch_page
     from dvp.analysis.formats import to_text
+    from dvp.analysis.statistics import to_frame
 
     rules = {name: experiment.methods[method].importance for name, method in mismatch_page.METHODS.items()}
     found = [mismatch_page.numbers(stack, rules) for stack in stacks]
     write_text(output / "mismatch.html", mismatch_page.page(stacks, found, rules, title, about))
+    with atomic_path(output / "estimates.parquet") as temporary:
+        to_frame(mismatch_page.estimates(stacks, found)).to_parquet(temporary, index=False)
     print(to_text(mismatch_page.summary(stacks, found, title), width=120))
     print(f"\nfigures, tables and the rules of the advice: {output / 'mismatch.html'}")

@@ -141,7 +141,7 @@ def dispersion(stack: Stack) -> float:
 
 
 def estimates(stacks: list[Stack], found: list[Numbers]) -> Iterator[Statistic]:
-    """Yield the page's numbers of each engine as statistics: KL, error, forecasts of what is kept, shares outside V_S."""
+    """Yield what the page says of each engine: KL, error, forecasts of what is kept, and shares outside V_S."""
     for stack, own in zip(stacks, found, strict=True):
         where, sources = {"engine": own.engine}, (f"{own.engine}/mismatch.json",)
         yield Statistic("kl", where, *stack.kl(), "nats per token", "bootstrap over problems", sources)

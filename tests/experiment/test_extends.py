@@ -106,7 +106,7 @@ def test_what_is_said_of_a_model_is_not_said_of_another(config, mine, tmp_path):
 
 
 def test_what_is_said_goes_with_a_revision_and_a_source(mine, write, config):
-    """Of the same place: another commit, another file of a wheel, another count of problems."""
+    """Of the same place: another commit, another file of a wheel, another generator, but not more problems."""
     parent = load_experiment("paper_8b", config)
     other = mine(f"extends: paper_8b\nbase: {{revision: {'c' * 40}}}")
     assert other.scale.startswith(f"{other.base.path} on ")
@@ -115,8 +115,13 @@ def test_what_is_said_goes_with_a_revision_and_a_source(mine, write, config):
     wheel = mine("extends: parent\nbase: {file: other/small.Q8.gguf}")
     assert wheel.scale.startswith("small.Q8 on ")
     assert wheel.report.declarations == []
-    problems = "sources: {stories: {kind: generated, generator: stories, count: 900, seed: 3}}"
-    assert mine(f"extends: parent\n{problems}").report.declarations == []
+    assert mine("extends: smoke\nsources: {stories_small: {generator: english_stories}}").report.declarations == []
+    smoke = load_experiment("smoke", config)
+    same = "sources: {stories: {kind: generated, generator: stories, count: 300, seed: 5}}"  # as the catalogue's
+    assert mine(f"extends: parent\n{same}").report.declarations == ["Mine."]
+    assert (
+        mine("extends: smoke\nsources: {stories_small: {count: 300}}").report.declarations == smoke.report.declarations
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from dvp.strict import NAME, Strict, first_problem
 RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # names that the folder of results uses itself
 SHIPPED = Path(__file__).parents[1] / "config"  # in a clone, a link to the repository's config/
 TABLES = ("sources", "engines", "methods")  # filled from config/catalogue
-MODEL = ("kind", "path", "revision", "package", "version", "sha256", "file")  # the keys of a base that say which it is
+MODEL = ("kind", "path", "revision", "package", "version", "sha256", "file")  # the keys that say which base it is,
+PROBLEMS = ("kind", "path", "name", "split", "revision", "generator")  # and which source, but for count and seed
 DEEPEST = 100  # levels of a value; libyaml's recursion would end the process at some ten thousand
 M = TypeVar("M", bound=Strict)
 Given = Annotated[str, Field(min_length=1)]
@@ -172,7 +173,7 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
         parent, own = value.pop("extends"), value
         inherited = _load(parent, config, (*extended_by, name))[0]
         below = {key: part for key, part in inherited.items() if not (named and key == "base")}  # it is whole
-        value = _say_anew(_merged(below, own), own, inherited)
+        value = _say_anew(_merged(below, own), own, inherited, read_yaml(config / "catalogue" / "sources.yaml"))
     resolved, of_catalogue = dict(value), {}
     for table in TABLES:
         own = value.get(table, {})
@@ -236,7 +237,7 @@ def _merged(below: Any, above: Any) -> Any:
     return {key: value for key, value in merged.items() if key not in gone}
 
 
-def _say_anew(value: dict, own: dict, inherited: dict) -> dict:
+def _say_anew(value: dict, own: dict, inherited: dict, catalogue: dict) -> dict:
     """Replace what an extended experiment says of itself and its extension does not say again.
 
     The description holds for both only where the extension gives nothing. The scale is made from the settings where the
@@ -246,11 +247,17 @@ def _say_anew(value: dict, own: dict, inherited: dict) -> dict:
         value: the merged mapping of the extension, perhaps with mistakes.
         own: the keys that the extension's file gives.
         inherited: the valid mapping of the extended experiment.
+        catalogue: sources by name, for those that no experiment gives.
     """
-    train = _at(value, "data", "train")
-    subject = [*(("base", key) for key in MODEL), ("data", "train"), ("sources", train)]
+
+    def subject(said: dict) -> list[Any]:
+        train = str(_at(said, "data", "train"))
+        source = _at(said, "sources", train) or catalogue.get(train)
+        return [train, *(_at(said, "base", key) for key in MODEL), *(_at(source, key) for key in PROBLEMS)]
+
+    train, anew = _at(value, "data", "train"), subject(value) != subject(inherited)
     lengths = [("base", "architecture"), ("training", "steps"), ("training", "max_response_tokens")]
-    other = [key for key in (*subject, *lengths) if _at(value, *key) != _at(inherited, *key)]
+    other = anew or any(_at(value, *key) != _at(inherited, *key) for key in lengths)
     given = ", ".join(key for key in own if key != "name")
     if given and "description" not in own:
         value = value | {"description": f"{inherited['name']} with other {given}."}
@@ -261,7 +268,7 @@ def _say_anew(value: dict, own: dict, inherited: dict) -> dict:
         scale = f"{model} on {train}, {steps} steps, responses of up to {_at(value, *lengths[-1])} tokens; "
         value = value | {"scale": f"{scale}the papers train billions of parameters on competition mathematics."}
     report = value.get("report")
-    if set(other) & set(subject) and isinstance(report, dict) and _at(own, "report", "declarations") is None:
+    if anew and isinstance(report, dict) and _at(own, "report", "declarations") is None:
         value = value | {"report": {key: told for key, told in report.items() if key != "declarations"}}
     return value
 

@@ -28,7 +28,6 @@ from dvp.core.objective import Gspo, Ppo, policy_loss
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.core.update import make_update
 from dvp.errors import DvpError
-from dvp.measurement.rollouts import read_rollouts
 from dvp.training.backend import Policy
 
 pytest.importorskip("trl", reason="TRL is not installed (envs/dev.txt has it)")

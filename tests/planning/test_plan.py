@@ -510,23 +510,20 @@ def test_the_text_shows_every_stage_and_method_and_what_it_rests_on():
 # --- as docs/cluster.md has it ---
 
 
-# What `dvp plan` said of the files as they were at commit eba30be: training runs, GPU-hours on H200s.
-BEFORE = {"paper_8b": (30, 5070), "paper_14b": (27, 7028), "paper_otb": (18, 2876), "paper_otb_tools": (18, 2876)}
 CARDS = {"qwen3_0.6b": "rtx4090", "qwen3_0.6b_wide": "rtx4090", "qwen3_0.6b_long": "l40s", "qwen3_1.7b": "h100"}
 
 
 def plans() -> str:
     """The table of docs/cluster.md."""
-    head = ["experiment", "card", "runs", "GPUs each", "hours each", "GPU-hours", "from", "to", "before: runs", "hours"]
-    rows = [head, ["---", "---", *["---:"] * 8]]
+    head = ["experiment", "card", "runs", "GPUs each", "hours each", "GPU-hours", "from", "to"]
+    rows = [head, ["---", "---", *["---:"] * 6]]
     for name in (*PAPER, *CARDS):
         plan = make_plan(experiment(name), NOWHERE, gpu=CARDS.get(name, "h200"))
         train, total = stage(plan, "train"), plan["total"]
         hours = " to ".join(dict.fromkeys(f"{hours:.3g}" for hours in train["hours_each"]))
         numbers = [f"{number:,.0f}" for number in (total["gpu_hours"], *total["gpu_hours_range"])]
         each = [f"`{name}`", plan["device"].split(" (")[0], str(train["jobs"]), str(train["gpus_each"]), hours]
-        before = [f"{number:,}" for number in BEFORE.get(name, ())] or ["–", "–"]
-        rows.append([*each, *numbers, *before])
+        rows.append([*each, *numbers])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -28,6 +28,7 @@ from dvp.core.objective import Gspo, Ppo, policy_loss
 from dvp.core.safe_vocabulary import FixedRho
 from dvp.core.update import make_update
 from dvp.errors import DvpError
+from dvp.measurement.rollouts import read_rollouts
 from dvp.training.backend import Policy
 
 pytest.importorskip("trl", reason="TRL is not installed (envs/dev.txt has it)")
@@ -423,6 +424,22 @@ def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monk
     monkeypatch.chdir(root)  # whose catalogue the verb reads
     assert main(["diagnose-rollouts", str(tmp_path / "rollouts.jsonl"), "--output", str(tmp_path / "page")]) == 0
     assert "KL by position" in (tmp_path / "page/mismatch.html").read_text()
+
+
+def test_the_pages_export_from_trl_is_read(root, settings, tmp_path, monkeypatch):
+    """The lines of docs/your_model.md, in TRL's own trainer."""
+    lines, _ = re.findall(r"```python\n(.*?)```", (root / "docs/your_model.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(lines, made := {})
+    monkeypatch.chdir(tmp_path)
+    given = settings(tmp_path, min_p=None)
+    trained(for_vllm(made["DumpingTrainer"]), given)
+    first, second = read_rollouts(tmp_path / "rollouts_0.jsonl")
+    assert (first.name, second.name) == ("train, step 0", "train, step 1")
+    for read, sampled in zip((first, second), given["rollout_func"].made, strict=True):
+        assert read.tokens["token"].tolist() == [token for ids in sampled["completion_ids"] for token in ids]
+        log_q = [value for log_probs in sampled["logprobs"] for value in log_probs]
+        assert read.tokens["log_q"].tolist() == pytest.approx(log_q, abs=1e-6)
+        assert read.tokens["problem"].nunique() == len(PROMPTS)
 
 
 def test_the_example_runs_with_the_core_and_trl_alone(root, tiny_model, environment, isolated, tmp_path):

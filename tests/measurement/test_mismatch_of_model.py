@@ -70,7 +70,7 @@ def test_a_planted_engine_error_is_found_and_named(problems, tmp_path):
     )
     printed, page = measure(model, problems, tmp_path / "out", *SMALL, "--engine", "fp32", program=[broken])
     [text] = paragraphs(page)
-    assert "nats per token, and precision explains 1e-05 nats at most" in text
+    assert "This is an engine error: with its own weights the trainer is off it by 0." in text
     assert text.startswith("Engine fp32: KL ")
     assert re.search(r"look at (rotary scaling, positions|the weights)", text)
     assert 'class="verdict error"' in page

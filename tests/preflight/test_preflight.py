@@ -222,6 +222,7 @@ def make_loop(tiny_model, root, monkeypatch):
             ResponseRecorder(experiment.training.keep_responses, experiment.training.steps, tokenizer),
         )
         loop.experiment = experiment
+        loop.agreement._config = EngineConfig(dtype="float32")  # what ModelEngine is, whatever the run's rounds
         return loop
 
     return make

@@ -100,10 +100,10 @@ class Batch:
             rows_b: the rows to split; all by default.
         """
         rows_b = torch.arange(len(self.tokens_BT)) if rows_b is None else rows_b
-        units = []
+        units, lengths_b = [], self.lengths()[rows_b].tolist()
         for length, unit in self.whole_rows(rows_b).units():
-            # If a group does not fit into one pass, its responses are placed one by one.
-            units += [(length, unit)] if length <= tokens else [(length, [row]) for row in unit]
+            together = len(unit) > 1 and length <= tokens
+            units += [(length, unit)] if together else [(lengths_b[row], [row]) for row in unit]
         parts = []
         for alone in (True, False):  # a pass of rows that share has a mask as large as its longest row squared
             left = sorted((unit for unit in units if (len(unit[1]) == 1) is alone), key=lambda unit: -unit[0])

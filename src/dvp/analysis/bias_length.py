@@ -17,14 +17,12 @@ import pandas as pd
 from dvp.analysis.bias import estimator_places
 from dvp.analysis.estimates import over_seeds
 from dvp.analysis.load import Reader
-from dvp.analysis.points import estimator_counterpart
 from dvp.analysis.statistics import Statistic, without_interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
 from dvp.measurement.files import SMALLEST_ESS
 
 RELATIVE, ABSOLUTE = "bias_exponent", "absolute_bias_exponent"
-REMOVED, REMOVED_SLOPE = "bias_removed", "bias_removed_per_doubling"
 SMALLEST = "weight_ess_smallest"
 SHORTEST_SPAN = 1.5
 """The smallest usable ratio of the longest to the shortest mean length: below it a slope says nothing about length."""
@@ -35,8 +33,7 @@ def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
 
     With sums Σ over seeds: relative_bias, Σ |E ĝ − ∇J|² / Σ |g|² of each task, and bias_exponent, the slope of its
     logarithm on that of the length by least squares over the tasks; absolute_bias_exponent, the slope for
-    Σ |E ĝ − ∇J|² alone; bias_removed of each task, 1 − Σ |E ĝ − ∇J|² / that of the same correction without safe
-    vocabulary, and bias_removed_per_doubling, its slope on log₂ of the length.
+    Σ |E ĝ − ∇J|² alone.
 
     If the sequence weights of any task and seed have an ESS below SMALLEST_ESS at an engine, none of its biases is
     paired: two kinds of estimates in one slope would compare their noise. No slope is given if lengths span less than
@@ -85,26 +82,15 @@ def _estimator(experiment: Experiment, table: pd.DataFrame, place: dict[str, str
 
     yield without_interval(SMALLEST, where, smallest_ess, "fraction", "the smallest of a task and seed", sources)
     bias_RL, norm_RL = sums(rows), draws.count_RU @ np.array([own["squared_norm"] for own in rows.values()]).T
-    partner, removed_RL = estimator_counterpart(experiment, place["method"], "unpruned"), None
-    if partner is not None:
-        # Not defined where the partner's bias, the denominator, is not estimated above 0.
-        theirs_RL = sums(_rows(experiment, table, place | {"method": partner, "rho": "none"}))
-        removed_RL = 1 - bias_RL / np.where(theirs_RL > 0, theirs_RL, np.nan)
     # Intervals are on the plain scale, as an unbiased estimate of a square may be negative and its interval include 0.
     for index, task in enumerate(rows):
         of_task, how = where | {"task": task}, "Σ |E ĝ − ∇J|² / Σ |g|² over seeds"
         yield from statistic("relative_bias", of_task, bias_RL[:, index] / norm_RL[:, index], "of |g|²", how)
-        if removed_RL is not None:
-            how = "1 − Σ |E ĝ − ∇J|² / that without a safe vocabulary"
-            yield from statistic(REMOVED, of_task, removed_RL[:, index], "fraction", how)
     if tokens_L[-1] < SHORTEST_SPAN * tokens_L[0]:
         return
     how, unit = f"over {', '.join(rows)}", "power of the length"
     yield from statistic(RELATIVE, where, _slope(_log(bias_RL / norm_RL), tokens_L), unit, how)
     yield from statistic(ABSOLUTE, where, _slope(_log(bias_RL), tokens_L), unit, how)
-    if removed_RL is not None:
-        slope_R = _slope(removed_RL, tokens_L) * math.log(2)
-        yield from statistic(REMOVED_SLOPE, where, slope_R, "fraction per doubling of the length", how)
 
 
 def _rows(experiment: Experiment, table: pd.DataFrame, place: dict[str, str]) -> dict[str, pd.DataFrame]:

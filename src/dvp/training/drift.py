@@ -15,7 +15,7 @@ from dvp.rollout.engine import Engine, Sampling
 from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Trainer
 
-CONTEXTS, TOKENS, TOGETHER = 32, 16, 8
+CONTEXTS, TOKENS, TOGETHER = 256, 16, 8
 """Contexts, each of another prompt; most response tokens in one; contexts per forward pass of the trainer."""
 LOG_RHO = -13.0
 """log ρ of the safe vocabulary for `drift_apart_outside`."""

@@ -29,7 +29,7 @@ import torch
 from torch.utils.benchmark import timer  # waits for the GPU
 
 from dvp.cli import quiet
-from dvp.core.batch import Rollout, unflatten
+from dvp.core.batch import Batch, Rollout, unflatten
 from dvp.core.objective import policy_loss
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
@@ -156,25 +156,25 @@ class PlainTransformers:
             self._model.parameters(), lr=self._settings.learning_rate, weight_decay=self._settings.weight_decay
         )
 
-    def _log_prob(self, rollout: Rollout, rows_b: torch.Tensor) -> torch.Tensor:
+    def _log_prob(self, whole: Batch, rows_b: torch.Tensor) -> torch.Tensor:
         """Return log p of the response tokens of some rows, flattened to (N,)."""
-        batch = rollout.batch.rows(rows_b).to(self._model.device)
+        batch = whole.rows(rows_b).to(self._model.device)
         with torch.autocast(self._model.device.type, torch.bfloat16, enabled=self._bf16):
             logits_bTV = self._model(batch.tokens_BT[:, :-1], use_cache=False).logits
         logits_bTV = logits_bTV.float() / self._settings.temperature
         log_prob_bT = logits_bTV.log_softmax(dim=2).gather(2, batch.tokens_BT[:, 1:, None])[..., 0]
         return log_prob_bT[batch.response_BT[:, 1:]]
 
-    def update(self, rollout: Rollout, coefficient_BT: torch.Tensor) -> None:
+    def update(self, batch: Batch, coefficient_BT: torch.Tensor) -> None:
         """Compute the old log-probs of all responses and the gradient of those with a coefficient; take a step."""
-        tokens, batch = self._settings.tokens_per_micro_batch, rollout.batch
+        tokens = self._settings.tokens_per_micro_batch
         with torch.no_grad():
             for rows_b in batch.micro_batches(tokens):
-                self._log_prob(rollout, rows_b)
+                self._log_prob(batch, rows_b)
         self._optimizer.zero_grad()
         for rows_b in batch.micro_batches(tokens, coefficient_BT.any(dim=1).nonzero()[:, 0]):
             coefficient_N = coefficient_BT[rows_b][batch.response_BT[rows_b]].to(self._model.device)
-            (-(coefficient_N * self._log_prob(rollout, rows_b)).sum()).backward()
+            (-(coefficient_N * self._log_prob(batch, rows_b)).sum()).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
 
@@ -246,7 +246,7 @@ def _round(loops: dict[str, "Loop"], rival: PlainTransformers, step: int) -> dic
     norms = {}
     for name, update in _rotated(
         {
-            "plain transformers": partial(rival.update, apart, updates["plain"].coefficients()),
+            "plain transformers": partial(rival.update, apart.batch, updates["plain"].coefficients()),
             "plain": partial(_learn, plain, rollout),
             "full": partial(full.learn, step, rows, rollout),
             "scoring": partial(mis.score, rollout),

@@ -20,6 +20,8 @@ from torch.utils.benchmark import timer  # waits for the GPU
 
 from benchmarks.step import PlainTransformers, loops_of, vllm_alone
 from dvp.cli import quiet
+from dvp.core.batch import Batch
+from dvp.data.verifier import grade
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.files import write_json
@@ -117,11 +119,18 @@ class _Turns:
         loop, settings = self.loop, self.loop.config
         rows = prompt_rows(len(loop.problems.prompts), settings.prompts_per_step, step, loop.run.seed)
         loop.engine.load_weights(loop.trainer.weights())
-        rollout = loop.problems.graded(rows, vllm_alone(loop, rows, step))
-        rewards_PG = rollout.rewards_B.reshape(-1, settings.group_size)
+        groups = vllm_alone(loop, rows, step)
+        rewards_PG = torch.tensor(
+            [
+                [grade(one.text, loop.problems.answers[row]) for one in group]
+                for row, group in zip(rows, groups, strict=True)
+            ]
+        ).float()
+        prompts = [loop.problems.prompts[row] for row in rows for _ in range(settings.group_size)]
+        batch = Batch.collate(prompts, [list(one.token_ids) for group in groups for one in group], loop.problems.pad)
         advantage_B = (rewards_PG - rewards_PG.mean(dim=1, keepdim=True)).flatten()
-        self.bare.update(rollout, advantage_B[:, None] * rollout.batch.response_BT)
-        return int(rollout.batch.response_BT.sum())
+        self.bare.update(batch, advantage_B[:, None] * batch.response_BT)
+        return int(batch.response_BT.sum())
 
 
 def _grpo_trainer(directory: ExperimentDir, folder: Path, steps: int, turns: _Turns) -> "trl.GRPOTrainer":
@@ -130,8 +139,6 @@ def _grpo_trainer(directory: ExperimentDir, folder: Path, steps: int, turns: _Tu
     import trl
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-
-    from dvp.data.verifier import grade
 
     experiment: Experiment = directory.experiment
     settings = experiment.training

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, trl_step
 from benchmarks.head import page_table
 from benchmarks.step import ONE_PASS, TARGETS, format_table
 from dvp.data.verifier import grade
@@ -186,6 +186,18 @@ def test_the_table_of_a_step_says_whether_each_target_is_met(name, value, met):
     [line] = [line for line in format_table(result).splitlines() if line.startswith(target.title)]
     said = [f"{value:.3f}", f"({value - 0.01:.3f}–3.000)", target.sign, f"{target.bound:g}", "yes" if met else "no"]
     assert line.removeprefix(target.title).split() == said
+
+
+def test_the_table_beside_trl_has_medians_and_ranges():
+    result = {
+        **{"experiment": "smollm2", "responses": 64, "threads": 1},
+        "seconds": {"dvp": 10.0, "TRL": 30.0, "bare": 9.0},
+        "over_dvp": {"TRL": [2.0, 3.0, 5.0], "bare": [0.5, 0.9, 1.0]},
+    }
+    _, own, trl, bare = trl_step.format_table(result).splitlines()
+    assert own.split() == ["dvp", "10.0", "s/step"]
+    assert trl.endswith("30.0 s/step  3.00 times dvp's (2.00 to 5.00)")
+    assert bare.endswith("9.0 s/step  0.90 times dvp's (0.50 to 1.00)")
 
 
 @pytest.mark.slow

@@ -187,6 +187,26 @@ def test_the_benchmark_of_a_step_measures_this_experiment(copy, root, tmp_path):
     assert sum("one pass over" in line for line in lines) == 2
 
 
+def test_a_step_is_timed_beside_trls(copy, root, tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    output = tmp_path / "trl_step.json"
+    arguments = ["--config", copy.smoke / "config.yaml", "--output", output, "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.trl_step", *map(str, arguments)],
+        cwd=root,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(output.read_text())
+    assert result["over_dvp"] == {
+        name: [result["seconds"][name] / result["seconds"]["dvp"]] for name in ("TRL", "bare")
+    }
+    assert all(0 < tokens <= result["responses"] * 64 for tokens in result["tokens"].values())
+
+
 def test_an_altered_model_is_refused_and_named(copy, dvp):
     weights = copy.smoke / "models" / DVP_MIS / "model.safetensors"
     whole = weights.read_bytes()

@@ -13,13 +13,14 @@ def parts(experiment: Experiment) -> list[str]:
     training: scores of the grid; matrix: scores under several policies; diversity: different solutions, if problems
     can have several; curve: scores along training; mismatch, bias: measurements at fixed policies; variance: of
     gradients by position, if `bias` measures it; bias_length: bias over the length of responses, if `bias` has several
-    tasks.
+    tasks; bases: tests over base models, if there are several.
     """
     asked = {
         "training": True,
         "matrix": bool(experiment.further_evaluations),
         "diversity": several_solutions(experiment),
         "curve": bool(experiment.snapshots),
+        "bases": bool(experiment.bases),
         "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,
         "variance": bool(experiment.positions),

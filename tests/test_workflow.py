@@ -91,11 +91,12 @@ def test_dry_run(snakemake, place, experiment, jobs):
     assert not (place / "results").exists()
 
 
-def test_replicates_are_made_before_what_is_over_them(snakemake):
-    status, out, errors = snakemake("-n", "--quiet", "rules", "--config", "experiment=bases")
+@pytest.mark.parametrize(("experiment", "jobs"), [("bases", ("5", "80", "6")), ("bases~1", ("1", "16", "1"))])
+def test_base_models_are_made_together_or_one_alone(snakemake, experiment, jobs):
+    status, out, errors = snakemake("-n", "--quiet", "rules", "--config", f"experiment={experiment}", "results=there")
     assert status == 0, errors
     counts = dict(re.findall(r"^(\w+) +(\d+)$", out, re.MULTILINE))
-    assert (counts["base"], counts["train"], counts["report"]) == ("5", "80", "6")
+    assert (counts["base"], counts["train"], counts["report"]) == jobs
 
 
 def test_a_rehearsal_is_told_what_a_training_job_may_take(snakemake):
@@ -113,8 +114,8 @@ def test_the_dry_run_of_the_evidence_shows_what_remains_of_all_its_experiments(s
     counted = dict(re.findall(r"^(\w+) +(\d+)$", out.partition("Job stats:")[2], flags=re.MULTILINE))
     names = read_yaml(ROOT / "config/config.yaml")["evidence"].values()
     reported = [load_experiment(name, ROOT / "config") for name in names]
-    experiments = [each for each in reported if not each.replicates]
-    experiments += [load_experiment(name, ROOT / "config") for each in reported for name in each.replicates]
+    experiments = [each for each in reported if not each.bases]
+    experiments += [load_experiment(name, ROOT / "config") for each in reported for name in each.of_bases]
     expected = {
         "resolve": len({each.name for each in reported + experiments}),
         "base": len(experiments),

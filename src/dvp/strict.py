@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
+EXPERIMENT = re.compile(rf"{NAME.pattern}(~{NAME.pattern})?")
+"""The name of an experiment, `bases`, or of one of its base models, `bases~5`."""
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -60,7 +60,7 @@ def test_a_family_has_one_colour_in_every_experiment():
     assert tiny["dvp"] != tiny["rloo"]  # lighter without a safe vocabulary
     assert len({tiny[name] for name in ("dvp", "rloo", "rloo_mis", "dvp_mis")}) == 4
     assert tiny["dvp_mass"] == tiny["dvp"]
-    for name in ("estimator_bias", "rho_sweep", "bases_0", "remedies"):
+    for name in ("estimator_bias", "rho_sweep", "bases~0", "remedies"):
         others = colors(load_experiment(name, CONFIG))
         assert all(others[method] == tiny[method] for method in set(others) & set(tiny))
 

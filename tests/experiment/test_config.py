@@ -214,7 +214,6 @@ SLIP = {"kind": "file", "path": "no/such.jsonl", "columns": {"problem": "p", "an
         ({"engines": None}, "engines: expected a mapping of names to entries"),
         ({"deepspeed": {}}, "deepspeed: unknown key; training.deepspeed names a file"),
         ({"exends": "tiny"}, "exends: unknown key; did you mean extends?"),
-        ({"replicates": ["a", "b", "c", "d"]}, "seeds: expected 4, which number the replicates"),
     ],
 )
 def test_a_fault_of_the_file_names_the_file(edit, config, changes, says):

@@ -55,6 +55,7 @@ def test_rho_is_kept_as_exp_or_as_a_plain_number():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_runs_path_says_what_it_is_and_finds_it(name):
     made = load_experiment(name, CONFIG)
+    made = load_experiment(made.of_bases[0], CONFIG) if made.bases else made
     for run in made.runs:
         match = re.fullmatch(r"method~([^/]+)/engine~([^/]+)/rho~([^/]+)((?:/[a-z_]+~[^/]+)*)/seed~([0-9]+)", run.path)
         method, engine, rho, _, seed = match.groups()

@@ -13,6 +13,7 @@ from dvp.analysis.shown import shown
 from dvp.experiment.loading import check_settings, load_experiment, write_resolved
 from dvp.errors import DvpError
 from dvp.files import only_writer, sha256_file, sha256_json
+from dvp.strict import EXPERIMENT
 from dvp.tools import make_tool
 from dvp.tracking.order import restore_order, was_read
 from dvp.versions import STAGE_VERSIONS
@@ -112,7 +113,7 @@ POLICY = f"{RUN}(/step~[0-9]+)?"
 
 
 wildcard_constraints:
-    experiment="[a-z0-9][a-z0-9_.-]*",
+    experiment=EXPERIMENT.pattern,
     run=RUN,
     measurement=f"(base|method~[^/]+/engine~[^/]+/rho~[^/]+{SETTINGS})/by~[^/]+(/on~[^/]+)?/seed~[0-9]+",
     task="[^/]+",

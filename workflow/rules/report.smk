@@ -2,14 +2,15 @@ rule report:
     input:
         config=rules.resolve.output,
         results=needed("report"),
-        replicates=lambda wildcards: expand(
+        of_bases=lambda wildcards: expand(
             f"{RESULTS}/report/manifest.json",
-            experiment=experiment(wildcards.experiment).replicates,
+            experiment=experiment(wildcards.experiment).of_bases,
         ),
     output:
         f"{RESULTS}/report/manifest.json",
         f"{RESULTS}/report/estimates.parquet",
         f"{RESULTS}/report/series.parquet",
+        f"{RESULTS}/report/problems.parquet",
         f"{RESULTS}/provenance.json",
         report(
             directory(f"{RESULTS}/tables"),

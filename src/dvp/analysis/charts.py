@@ -110,7 +110,7 @@ def _row(axes: Axes, height: int, looks: Looks, panel: dict[str, Any], own: pd.D
     for value in seeds["value"]:
         color = looks.color(seeds.iloc[0], by)
         axes.plot(panel["scale"] * value, height + 1.2 * STEP, "o", markersize=3.5, mfc="white", color=color, zorder=3)
-        one = "one base model" if looks.experiment.replicates else "one seed"
+        one = "one base model" if looks.experiment.bases else "one seed"
         handles[one] = handle(marker="o", markersize=3.5, color=DARK, mfc="white")
 
 

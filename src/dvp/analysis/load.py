@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from dvp.analysis.parts import several_solutions
-from dvp.analysis.points import BASE
+from dvp.analysis.points import BASE, where_of
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.grid import GridPoint, Measurement, Run, Sampler
@@ -29,6 +29,7 @@ from dvp.tracking.record import read_rows
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+PROBLEMS = "report/problems.parquet"  # in an experiment's folder
 ORIGIN = ("config_hash", "git_commit", "tracking_key")
 _ANSWERS = ("response", "reference", "stated_answer")
 
@@ -45,6 +46,8 @@ class Scored:
     share_SP: dict[str, np.ndarray]
     """Share of correct samples of each seed (one row for the base model) and problem, in their order: of `all`, of
     those of `odd` and those of `even` number (NaN where there are none)."""
+    by_problem: pd.DataFrame
+    """One row per model and problem: seed (−1 of the base model), problem, correct, samples (numbers of responses)."""
     answers: pd.DataFrame | None
     """One row per response if problems can have several solutions, else None: seed, problem, correct, response,
     reference (texts) and stated_answer (a text or None)."""
@@ -112,8 +115,23 @@ class Reader:
                 for name, part in parts.items()
             }
             answers = pd.concat(samples, ignore_index=True) if "response" in samples[0] else None
-            self._scored[key] = Scored(pd.DataFrame(rows), share_SP, answers)
+            count = {"correct": "sum", "samples": "size"}
+            counted = [frame.groupby(["seed", "problem"])["correct"].agg(**count) for frame in samples]
+            by_problem = pd.concat(counted).reset_index().astype({"correct": "uint32", "samples": "uint32"})
+            self._scored[key] = Scored(pd.DataFrame(rows), share_SP, by_problem, answers)
         return self._scored[key]
+
+    @property
+    def problems(self) -> pd.DataFrame:
+        """Return `by_problem` of every evaluation, with its task, step of training (−1: the last) and coordinates."""
+        frames = []
+        for job in self.experiment.jobs.values():
+            if job.stage == "evaluate" and (job.run is None or job.run.seed == self.experiment.seeds[0]):
+                point, step = (job.run.point, job.run.step) if job.run else (None, None)
+                place = where_of(self.experiment, point, job.sampler)
+                by_problem = self.scored(point, job.sampler, job.task, step).by_problem
+                frames.append(by_problem.assign(task=job.task, step=-1 if step is None else step, **place))
+        return pd.concat(frames, ignore_index=True)
 
     def _evaluation(self, run: Run | None, task: str, sampler: Sampler | None) -> tuple[dict[str, Any], pd.DataFrame]:
         source = f"{evaluation_path(run, task, sampler)}/scores.json"

@@ -82,12 +82,19 @@ def contrasts(
             other = partner(experiment, point, pairing)
             if other is None:
                 continue
-            for (engine, rho), (mine, its) in _pairs(experiment, point, other, pairing).items():
-                if mine in samplers(experiment, point) and its in samplers(experiment, other):
-                    says = f"{sampler_text(mine)}, minus {other.path}, {sampler_text(its)}"
-                    where = where_of(experiment, point) | {"evaluated_on": engine, "evaluated_rho": rho or "none"}
-                    measured = difference((point, mine), (other, its))
-                    yield contrast(experiment, f"{name}_over_{pairing}_by_policy", where, measured, says, unit)
+            for where, mine, its in compared_samplers(experiment, point, other, pairing):
+                says = f"{sampler_text(mine)}, minus {other.path}, {sampler_text(its)}"
+                measured = difference((point, mine), (other, its))
+                yield contrast(experiment, f"{name}_over_{pairing}_by_policy", where, measured, says, unit)
+
+
+def compared_samplers(
+    experiment: Experiment, point: GridPoint, other: GridPoint, pairing: str
+) -> Iterator[tuple[dict[str, str], Sampler, Sampler]]:
+    """Yield coordinates of a difference between two points, and the sampler of each; both are scored with theirs."""
+    for (engine, rho), (mine, its) in _pairs(experiment, point, other, pairing).items():
+        if mine in samplers(experiment, point) and its in samplers(experiment, other):
+            yield where_of(experiment, point) | {"evaluated_on": engine, "evaluated_rho": rho or "none"}, mine, its
 
 
 def _pairs(

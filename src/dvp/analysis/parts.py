@@ -10,16 +10,18 @@ FEWEST_RHOS = 3
 def parts(experiment: Experiment) -> list[str]:
     """List the parts that an experiment's report has.
 
-    training: scores of the grid; matrix: scores under several policies; diversity: different solutions, if problems
-    can have several; curve: scores along training; mismatch, bias: measurements at fixed policies; variance: of
-    gradients by position, if `bias` measures it; bias_length: bias over the length of responses, if `bias` has several
-    tasks.
+    training: scores of the grid; matrix: scores under several policies; overview: both by method, of one base model;
+    diversity: different solutions, if problems can have several; curve: scores along training; bases: tests over base
+    models, if there are several; mismatch, bias: measurements at fixed policies; variance: of gradients by position, if
+    `bias` measures it; bias_length: bias over the length of responses, if `bias` has several tasks.
     """
     asked = {
         "training": True,
         "matrix": bool(experiment.further_evaluations),
+        "overview": bool(experiment.further_evaluations) and not experiment.bases,
         "diversity": several_solutions(experiment),
         "curve": bool(experiment.snapshots),
+        "bases": bool(experiment.bases),
         "mismatch": experiment.mismatch is not None,
         "bias": experiment.bias is not None,
         "variance": bool(experiment.positions),

@@ -102,8 +102,8 @@ def policy_label(experiment: Experiment, policy: str) -> str:
 
 
 def seeds_text(experiment: Experiment) -> str:
-    """Say in words how many seeds there are, or base models if the experiment has replicates."""
-    count = len(experiment.seeds)
-    if experiment.replicates:
+    """Say in words how many seeds there are, or base models if the experiment has several."""
+    count = len(experiment.repetitions)
+    if experiment.bases:
         return f"{count} base models"
     return "one training seed" if count == 1 else f"{count} training seeds"

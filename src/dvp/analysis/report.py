@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from dvp.analysis import bias, bias_length, curve, diversity, figures, matrix, mismatch, series, training
+from dvp.analysis.bases import BaseModels, folders
 from dvp.analysis.formats import to_html, to_markdown, to_tex
-from dvp.analysis.load import Reader, check_fresh
+from dvp.analysis.load import PROBLEMS, Reader, check_fresh
 from dvp.analysis.parts import parts
-from dvp.analysis.replicates import across, folders
 from dvp.analysis.statistics import ESTIMATES, Statistic, read_statistics, to_frame
 from dvp.analysis.tables import Table, make_tables
 from dvp.experiment.config import Experiment
@@ -28,6 +28,8 @@ class Part:
     """Origin of the stages' JSON files, by path."""
     series: pd.DataFrame = field(default_factory=lambda: series.joined([]))
     """Curves, as dvp.analysis.series makes them."""
+    problems: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """Correct responses by model and problem (dvp.analysis.load.Reader.problems); empty for a report that was read."""
     manifest: dict[str, Any] = field(default_factory=dict)
     """report/manifest.json of a report that was read; empty for one that was just made."""
 
@@ -49,12 +51,16 @@ def make(experiment: Experiment, results: Path) -> Part:
 
     Raises DvpError if an input is missing, malformed, or written by another version of the experiment.
     """
-    if experiment.replicates:
-        each = [kept(read_resolved(folder / "config.yaml"), folder) for folder in folders(experiment, results)]
-        statistics = list(across(experiment, [part.statistics for part in each]))
-        named = zip(experiment.replicates, each, strict=True)
+    if experiment.bases:
+        of_bases = folders(experiment, results)
+        each = [kept(read_resolved(folder / "config.yaml"), folder) for folder in of_bases]
+        models = BaseModels(experiment, [part.statistics for part in each])
+        statistics = [*models.means(), *models.tests()]
+        named = zip(experiment.of_bases, each, strict=True)
         files = {f"../{name}/{file}": origin for name, part in named for file, origin in part.files.items()}
-        return Part(statistics, make_tables(experiment, statistics), files)
+        counts = zip(map(str, experiment.bases), of_bases, strict=True)
+        problems = pd.concat([pd.read_parquet(folder / PROBLEMS).assign(base=base) for base, folder in counts])
+        return Part(statistics, make_tables(experiment, statistics), files, problems=problems)
     reader = Reader(experiment, results)
     wanted = set(parts(experiment))
     # Diversity is compared with the scores by policy.
@@ -62,12 +68,14 @@ def make(experiment: Experiment, results: Path) -> Part:
     statistics = [one for part, of in MEASURES.items() if part in wanted for one in of(experiment, reader)]
     curves = list(series.training(experiment, reader))
     curves += series.mismatch(mismatch.groups(experiment, reader)) if experiment.mismatch else []
-    return Part(statistics, make_tables(experiment, statistics), reader.files, series.joined(curves))
+    tables = make_tables(experiment, statistics)
+    return Part(statistics, tables, reader.files, series.joined(curves), reader.problems)
 
 
 def write(experiment: Experiment, part: Part, folder: Path) -> list[str]:
-    """Write report/estimates.parquet and series.parquet below `folder`, then `draw`; return the figures' names."""
-    for name, frame in ((ESTIMATES, to_frame(part.statistics)), (series.SERIES, part.series)):
+    """Write the parquet files of report/ below `folder`, then `draw`; return the figures' names."""
+    frames = {ESTIMATES: to_frame(part.statistics), series.SERIES: part.series, PROBLEMS: part.problems}
+    for name, frame in frames.items():
         with atomic_path(folder / name) as temporary:
             frame.to_parquet(temporary, index=False)
     return draw(experiment, part, folder)

@@ -98,7 +98,7 @@ def point_row(experiment: Experiment, point: GridPoint | None) -> Row:
         "rho": point.rho if point else None,
         **{f"training.{key}": setting_as_written(value) for key, value in settings.items()},
         "role": own_role,
-        "seeds": list(experiment.seeds) if point else [],
+        "seeds": list(experiment.repetitions) if point else [],
         "policies": experiment.methods[point.method].policies if point else None,
         "k": experiment.evaluation.samples_per_problem[experiment.report.task],
     }

@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from dvp.analysis.replicates import folders
+from dvp.analysis.bases import folders
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import RESULTS, ExperimentDir
@@ -17,6 +17,7 @@ from dvp.tracking.store import store_name
 
 def report(config: Path) -> None:
     """Report what was measured (dvp.analysis.parts): figures/, tables/, provenance.json and report/, manifest last."""
+    from dvp.analysis.load import PROBLEMS
     from dvp.analysis.report import make, provenance, write
     from dvp.analysis.responses import write_page
     from dvp.analysis.series import SERIES
@@ -31,14 +32,13 @@ def report(config: Path) -> None:
         drawn = write(experiment, made, folder)
         write_json(folder / "provenance.json", provenance(experiment, made))
         page = folder / "report" / "responses.html"
-        if experiment.replicates:
-            links = [
-                f'<li><a href="../../{name}/report/responses.html">{name}</a></li>' for name in experiment.replicates
-            ]
+        if experiment.bases:
+            names = experiment.of_bases
+            links = [f'<li><a href="../../{name}/report/responses.html">{name}</a></li>' for name in names]
             write_text(page, f"<!doctype html>\n<p>Responses, token by token:</p>\n<ul>{''.join(links)}</ul>\n")
         else:
             write_page(experiment, folder, page)
-        for file in (folder / "provenance.json", folder / ESTIMATES, folder / SERIES, page):
+        for file in (folder / "provenance.json", *(folder / name for name in (ESTIMATES, SERIES, PROBLEMS)), page):
             stage.tracked.log_file(file)
         texts = []
         for kind in ("tables", "figures"):
@@ -51,7 +51,7 @@ def report(config: Path) -> None:
         stage.finish(
             {
                 "experiment": experiment.name,
-                "files": {Path(name).name: sha256_file(folder / name) for name in (ESTIMATES, SERIES)},
+                "files": {Path(name).name: sha256_file(folder / name) for name in (ESTIMATES, SERIES, PROBLEMS)},
                 "figures": drawn,
                 "origins": made.files,
             }
@@ -60,7 +60,7 @@ def report(config: Path) -> None:
 
 def _inputs(directory: ExperimentDir) -> Inputs:
     experiment = directory.experiment
-    if experiment.replicates:
+    if experiment.bases:
         return {"report": [folder / RESULTS["report"] for folder in folders(experiment, directory.folder)]}
     inputs = defaultdict(list)
     for stage, path in experiment.job("report").after:

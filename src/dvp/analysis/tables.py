@@ -192,7 +192,7 @@ def make_table(
 
     texts : names that headings and cells use in braces. about : names that its notes use besides.
     """
-    known, count = lookup(statistics), len(experiment.seeds) if experiment else 1
+    known, count = lookup(statistics), len(experiment.repetitions) if experiment else 1
     columns = list(_columns(declared, statistics, texts, experiment))
     cells = {
         row.name: row.cells | {column.key: column.cell_of(row, known, texts, count) for column in columns}
@@ -224,7 +224,7 @@ def _texts(experiment: Experiment, statistics: list[Statistic]) -> dict[str, Any
     return {
         "experiment": experiment.name,
         "task": task,
-        "each": "base model" if experiment.replicates else "seed",
+        "each": "base model" if experiment.bases else "seed",
         "k": experiment.evaluation.samples_per_problem[task],
         "exact": experiment.evaluation.engine,
         "goal": "the score" if len(goals) > 1 else "".join(goals.values()),
@@ -313,10 +313,10 @@ def _about(experiment: Experiment, statistics: list[Statistic]) -> dict[str, Any
         ],
         "evaluation": experiment.evaluation,
         "k": experiment.evaluation.samples_per_problem[experiment.report.task],
-        "count": len(experiment.seeds),
+        "count": len(experiment.repetitions),
         "seeds": seeds_text(experiment),
         "covers_seeds": bootstrap.covers_seeds(experiment.seeds),
-        "over": bootstrap.over(experiment.seeds),
+        "over": seeds_text(experiment) if experiment.bases else bootstrap.over(experiment.seeds),
         "over_mismatch": over_what(experiment),
         "reference": experiment.reference_point,
         "reference_settings": ", ".join(settings_as_read(experiment.settings_of(experiment.reference_point))),

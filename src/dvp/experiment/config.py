@@ -37,13 +37,13 @@ from dvp.experiment.methods import Method
 from dvp.experiment.tools import Tools
 from dvp.experiment.training import EngineConfig, TrainingConfig
 from dvp.files import sha256_json
-from dvp.strict import Distinct, Line, Name, Seed, Several, Strict, distinct, optional
+from dvp.strict import EXPERIMENT, Distinct, Line, Name, Seed, Several, Strict, distinct, optional
 
 
 class Experiment(Strict):
     """A whole, self-contained experiment."""
 
-    name: Name
+    name: Annotated[str, Field(pattern=rf"^{EXPERIMENT.pattern}$")]
     """The file's name without .yaml."""
     description: str
     """What it compares, in a sentence; it stands over the report."""
@@ -63,9 +63,10 @@ class Experiment(Strict):
     """The main table."""
     grid: Annotated[list[GridEntry], Field(min_length=1)]
     """What is trained."""
-    replicates: Distinct[Name] = []
-    """Experiments like this one, each with a base model of its own, such as [bases_0, bases_1]. This one then trains
-    nothing: its numbers are their means, with intervals over them. `seeds` numbers them."""
+    bases: Distinct[Seed | Name] = optional([])
+    """Several base models in place of `base`: seeds of it and of generated problems to train on, such as [0, 1, 2], or
+    names in config/catalogue/bases.yaml. Each has its own data, runs and report, as experiment NAME~BASE; the report's
+    numbers are means over them, with t intervals over them."""
     tools: Tools | None = optional()
     """The tool that responses may call, in training and in evaluation."""
     preflight: Literal["auto", "always", "never"] = "auto"
@@ -113,9 +114,11 @@ class Experiment(Strict):
         return self
 
     @model_validator(mode="after")
-    def _check_replicates(self) -> "Experiment":
-        if self.replicates and len(self.replicates) != len(self.seeds):
-            raise ValueError(f"seeds: expected {len(self.replicates)}, which number the replicates")
+    def _check_bases(self) -> "Experiment":
+        if not isinstance(self.base, TrainedBase) and any(isinstance(base, int) for base in self.bases):
+            raise ValueError(
+                "bases: expected names in config/catalogue/bases.yaml: base, not trained here, has no seed"
+            )
         return self
 
     def _named(self) -> Iterator[tuple[str, Iterable[str], Iterable[str]]]:
@@ -199,6 +202,13 @@ class Experiment(Strict):
                         f"evaluation.also[{index}].rho: expected methods with min-p at a fixed ρ, or none; found "
                         f"'{point.method}' with the rule '{rule.rule}'"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_primary(self) -> "Experiment":
+        for point in self.report.primary:
+            if point not in self.points or point == self.reference_point:
+                raise ValueError(f"report.primary: expected points of the grid but its reference, found {point.path}")
         return self
 
     @property
@@ -348,8 +358,18 @@ class Experiment(Strict):
 
     @property
     def runs(self) -> list[Run]:
-        """Return every run of the grid, in the order of the file; none if replicates stand for them."""
-        return [] if self.replicates else [point.run(seed) for point in self.points for seed in self.seeds]
+        """Return every run of the grid, in the order of the file; of several base models, those of each."""
+        return [point.run(seed) for point in self.points for seed in self.seeds]
+
+    @property
+    def of_bases(self) -> list[str]:
+        """Return the names of the experiments with one base model each that this one reports together, if any."""
+        return [f"{self.name}~{base}" for base in self.bases]
+
+    @property
+    def repetitions(self) -> list[int | str]:
+        """Return what the report's numbers are means over: base models if there are several, else training seeds."""
+        return self.bases or self.seeds
 
     def training_of(self, point: GridPoint) -> TrainingConfig:
         """Return the training settings of a grid point or run: the section `training`, overridden by its entry's."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from dvp.experiment.grid import Settings
+from dvp.experiment.grid import GridPoint, Settings
 from dvp.strict import LOWEST_TEMPERATURE, Distinct, Line, Name, Positive, Seed, Several, Strict, optional
 
 TRAINING = "training"
@@ -110,5 +110,11 @@ class ReportConfig(Strict):
     """Of that method, training settings of the point that is meant, where the grid has it with several."""
     reached_within: Annotated[float, Field(ge=0)] = optional(2.0)
     """A run has reached the reference's final score when it is at most so many points (%) below it."""
+    primary: Distinct[GridPoint] = optional([])
+    """Of several base models, the points whose differences from the reference are tested together, by Holm's procedure;
+    all other differences are exploratory."""
+    equivalent_within: Annotated[float, Field(gt=0)] | None = optional()
+    """Of several base models, the difference of scores (%) up to which a method and the same without a safe vocabulary
+    count as equal, for which two one-sided t tests are made."""
     declarations: list[Line] = []
     """Sentences that stand under every table, such as how the base model was made."""

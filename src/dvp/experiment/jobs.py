@@ -45,7 +45,7 @@ def together(stage: str, path: str) -> tuple[str, str]:
 
 def list_jobs(experiment: "Experiment") -> Iterator[Job]:
     """Yield every job, each after those that it waits for."""
-    if experiment.replicates:
+    if experiment.bases:  # each has its own jobs (Experiment.of_bases)
         yield Job("report")
         return
     training = experiment.training

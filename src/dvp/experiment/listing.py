@@ -30,7 +30,8 @@ def _line(name: str, results: Path, config: Path) -> str:
     experiment = load_experiment(name, config)
     found = "here" if (results / name / REPORT).is_file() else "-"
     found = "kept" if found == "-" and (KEPT / name / REPORT).is_file() else found
-    return f"{len(experiment.runs):4}  {found:6}  {name}: {' '.join(experiment.description.split())}"
+    runs = len(experiment.runs) * (len(experiment.bases) or 1)
+    return f"{runs:4}  {found:6}  {name}: {' '.join(experiment.description.split())}"
 
 
 def keys(name: str | None) -> str:

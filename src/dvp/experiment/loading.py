@@ -12,10 +12,10 @@ from pydantic import AfterValidator, Field, ValidationError
 from dvp.errors import DvpError
 from dvp.experiment.base import Bases, LocalBase, Pretrained
 from dvp.experiment.config import Experiment
-from dvp.experiment.data import FileSource
+from dvp.experiment.data import FileSource, GeneratedSource
 from dvp.experiment.training import BF16_AUTOCAST
 from dvp.files import read_json, sha256_file, write_text
-from dvp.strict import NAME, Strict, first_problem
+from dvp.strict import EXPERIMENT, Strict, first_problem
 
 RESERVED = ("evidence", "reference", "mlflow.db", "mlartifacts")  # names that the folder of results uses itself
 SHIPPED = Path(__file__).parents[1] / "config"  # in a clone, a link to the repository's config/
@@ -144,19 +144,21 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     """Return an experiment twice: as its file and those that it extends have it, and resolved."""
     folder = config / "experiments"
     files = experiment_files(config)
-    asked = f"{files[extended_by[-1]]}: extends: " if extended_by else ""
-    if not isinstance(name, str) or not NAME.fullmatch(name) or name.endswith(".yaml"):
+    asker = extended_by[-1].partition("~")[0] if extended_by else None
+    asked = f"{files[asker]}: extends: " if asker else ""
+    if not isinstance(name, str) or not EXPERIMENT.fullmatch(name) or name.endswith(".yaml"):
         meant = Path(str(name)).stem
         expected = f"'{meant}'" if meant in files else f"the name of a file in {folder}, without .yaml"
         raise DvpError(f"{asked}experiment '{name}': expected {expected}")
     if name in extended_by:
         raise DvpError(f"{asked}{' → '.join([*extended_by, name])} is a circle; one of them must stand alone")
-    path = files.get(name, folder / f"{name}.yaml")
-    if name not in files:
+    whole, _, base = name.partition("~")
+    path = files.get(whole, folder / f"{whole}.yaml")
+    if whole not in files:
         known = ", ".join(sorted(files))
         yours = "; yours are read where config/ is" if config == SHIPPED else ""
         raise DvpError(f"{asked}{path}: no such experiment; known are {known}{yours}")
-    value = read_yaml(path)
+    value = _with_base(_load(whole, config, extended_by)[1], base) if base else read_yaml(path)
     if value.get("name") != name or name in RESERVED:
         expected = f"another one than '{name}', which the folder of results has" if name in RESERVED else f"'{name}'"
         raise DvpError(f"{path}: name: expected {expected}, as the file is called, found {value.get('name')!r}")
@@ -209,6 +211,26 @@ def _load(name: Any, config: Path, extended_by: tuple[str, ...]) -> tuple[dict, 
     parse(_DeepSpeed, options, file)
     experiment = experiment.model_copy(update={"deepspeed": options})
     return value, experiment
+
+
+def _with_base(whole: Experiment, base: str) -> dict:
+    """Return the file of an experiment with one of the base models of another: it extends that one.
+
+    A seed is that of the base model, and of the problems to train on if they are generated.
+    """
+    known = {str(one): one for one in whole.bases}
+    if base not in known:
+        expected = f"expected one of {', '.join(whole.of_bases)}" if known else f"'{whole.name}' has one base model"
+        raise DvpError(f"experiment '{whole.name}~{base}': {expected}")
+    name, train = known[base], whole.data.train
+    own = {"name": f"{whole.name}~{base}", "extends": whole.name, "bases": None}
+    own["description"] = f"{whole.description.strip().rstrip('.')}: base model {base}."
+    if isinstance(name, str):
+        return own | {"base": name}
+    source = whole.sources[train]
+    generated = isinstance(source, GeneratedSource)
+    sources = {train: source.model_dump(mode="json", exclude_unset=True) | {"seed": name}} if generated else {}
+    return own | {"base": {"seed": name}, "sources": sources}
 
 
 def stored_dtype(model: Path) -> str | None:

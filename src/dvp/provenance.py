@@ -4,6 +4,7 @@ import platform
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
@@ -23,6 +24,15 @@ def git_commit() -> str:
         return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def describe_version() -> str:
+    """Return the installed version and the commit, as `dvp --version` prints them."""
+    try:
+        number = version("dvp")
+    except PackageNotFoundError:  # as in envs/dvp.def, which has the sources alone
+        number = "(not installed)"
+    return f"dvp {number}, commit {git_commit()}"
 
 
 def device() -> str:

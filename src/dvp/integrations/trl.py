@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer with a safe vocabulary, importance corrections and baselines by token (docs/trl.md).
 
-Private parts of TRL are used only in this module, and only in the version VERSION. Importance weights are multiplied
-into TRL's advantages, which may have shape (B, T): each of its losses is linear in a factor ≥ 0 of the advantage.
+Private parts of TRL, listed on that page, are used only here and only in the version VERSION. Importance weights are
+multiplied into TRL's advantages, which may have shape (B, T): each of its losses is linear in a factor ≥ 0 of the
+advantage.
 
 Shape suffixes: B responses of this process, T completion positions, L positions, N scored tokens, R rewards, H hidden.
 """
@@ -15,7 +16,6 @@ import trl
 from accelerate.utils import gather_object, is_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
-from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, nanmax, nanmin
 
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.batch import Batch, Rollout, unflatten
@@ -26,6 +26,11 @@ from dvp.core.update import make_update
 from dvp.errors import DvpError
 
 VERSION = "1.16."
+if not trl.__version__.startswith(VERSION):
+    raise DvpError(f"TRL is {trl.__version__}; expected {VERSION}x: others differ within")
+
+from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, nanmax, nanmin  # noqa: E402
+
 ASKED = ("min_p", "temperature", "top_p", "top_k", "repetition_penalty")
 # Sampling parameters of transformers and vLLM that change no token's distribution, and the values that turn others off.
 HARMLESS = {"max_new_tokens", "max_tokens", "max_length", "max_time", "stop", "stop_strings", "stop_token_ids"}
@@ -51,10 +56,8 @@ class MismatchTrainer(trl.GRPOTrainer):
         advantage : a name in ADVANTAGES, such as otb, applied to the weighted sum of the rewards; None: TRL's own.
         rollouts : a file to which each response's log-probs are appended as a line of JSON for dvp diagnose-rollouts;
             its `tool_mask` is 1 for tokens in V_S, its `outside_safe` counts the others.
-        Raises DvpError for another version of TRL, an unknown name, or settings that cannot be combined.
+        Raises DvpError for an unknown name, or settings that cannot be combined.
         """
-        if not trl.__version__.startswith(VERSION):
-            raise DvpError(f"TRL is {trl.__version__}; expected {VERSION}x: others differ within")
         for name, given, known in (("correction", correction, PRESETS), ("advantage", advantage, ADVANTAGES)):
             if isinstance(given, str) and given not in known:
                 raise DvpError(f"{name}: expected one of {', '.join(known)}, got {given}")

@@ -7,7 +7,9 @@ request's seed and the position in the response, so that the same request gives 
 the batch.
 
 SafeVocabularyProcessor applies a safe vocabulary that vLLM does not have: one whose ρ depends on the state, or whose
-sets are reported. A fixed ρ alone needs none of this: it is vLLM's own min_p.
+sets are reported. A fixed ρ alone needs none of this: it is vLLM's own min_p. vLLM's own report of sets
+(return_sampling_mask, with its V2 model runner on a GPU) is not used: it lacks log Z', asks every request for a top_k,
+then also returns the sets of requests that prune nothing, and has 36 bytes per id, as Python's numbers.
 
 Both need vLLM's V1 model runner. `record_rows` keeps whole distributions with either runner; vLLM itself returns them
 only as Python lists, 112 bytes per entry where a tensor has four. Import this only after

@@ -1,6 +1,7 @@
 """Execution of the recipes of docs/extend.md in a copy of the package."""
 
 import re
+import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -15,11 +16,11 @@ PIECES = {
     "Smooth": "core/importance.py",
     "TailMask": "core/masks.py",
     "Squared": "core/objective.py",
-    "PlainEngine": "rollout/plain.py",
-    "DictionaryTool": "tools/dictionary.py",
     "Dictionary": "experiment/tools.py",
 }
 """File of src/dvp into which docs/extend.md puts each block, by the first name that the block defines."""
+EXAMPLES = ("rollout/plain.py", "tools/dictionary.py")
+"""Files of src/dvp that are in docs/examples."""
 BEFORE = {
     "Confident": ("Rule = Annotated[", "Rule = Annotated[ConfidentRule | "),
     "Smooth": (
@@ -41,13 +42,16 @@ def follow(package: Path) -> None:
     for piece, (name, place) in zip(pieces, PIECES.items(), strict=True):
         assert f"`src/dvp/{place}`" in text
         file = package / place
-        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        before = file.read_text(encoding="utf-8")
         if name not in BEFORE:
-            file.write_text(f"{before}\n\n{piece}" if before else piece, encoding="utf-8")
+            file.write_text(f"{before}\n\n{piece}", encoding="utf-8")
             continue
         old, new = BEFORE[name]
         assert before.count(f"\n{old}") == 1
         file.write_text(before.replace(f"\n{old}", f"\n{piece}\n\n{new}"), encoding="utf-8")
+    for place in EXAMPLES:
+        assert f"`src/dvp/{place}`" in text
+        shutil.copy(ROOT / "docs" / "examples" / Path(place).name, package / place)
     [line] = re.findall(r"`(ENGINES\[.*?)`", text)
     with (package / "experiment/training.py").open("a", encoding="utf-8") as file:
         file.write(f"\n{line}\n")

@@ -147,6 +147,27 @@ def test_every_link_leads_somewhere(document):
         assert not anchor or anchor in anchors(target), f"{document}: {link}"
 
 
+def definitions(file: Path) -> set[str]:
+    """Return the names of a module's functions and classes, of methods as CLASS.METHOD."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    top = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    methods = {f"{node.name}.{getattr(one, 'name', '')}" for node in top for one in getattr(node, "body", [])}
+    return {node.name for node in top} | methods
+
+
+@documents
+def test_every_function_that_is_linked_is_in_its_file(document):
+    for name, path in re.findall(r"\[`([\w.]+)`\]\(([^)]+[^_]\.py)\)", document.read_text(encoding="utf-8")):
+        assert name in definitions(document.parent / path), f"{document}: {name}"
+
+
+@pytest.mark.parametrize("name", ["how_a_step_works", "from_a_sample_to_a_claim"])
+def test_a_path_through_the_code_has_six_files(name):
+    text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    assert len(set(re.findall(r"\]\(([^)]+\.py)\)", text))) == 6
+    assert len(text.split()) <= 350
+
+
 @documents
 def test_every_path_that_is_named_exists(document):
     for quoted in re.findall(r"`([^`\n]+)`", document.read_text(encoding="utf-8")):

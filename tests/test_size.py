@@ -1,4 +1,4 @@
-"""Count the package's lines of code, so that what is added takes something away."""
+"""Count the package's lines of code and the documentation's words, so that what is added takes something away."""
 
 import ast
 import io
@@ -7,6 +7,8 @@ import tokenize
 
 MOST = 17_650
 """Lowered as the number falls. 13,500 is the goal."""
+MOST_WORDS = 12_800
+"""In docs/ without docs/keys.md, which is generated. Lowered as the number falls."""
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -36,3 +38,8 @@ def test_docstrings_comments_and_blank_lines_are_no_code():
 def test_the_package_does_not_grow(root):
     listed = subprocess.run(["git", "ls-files", "src/dvp/*.py"], cwd=root, check=True, capture_output=True, text=True)
     assert 0 < sum(lines_of_code((root / file).read_text(encoding="utf-8")) for file in listed.stdout.split()) <= MOST
+
+
+def test_the_documentation_does_not_grow(root):
+    pages = [page for page in (root / "docs").rglob("*.md") if page.name != "keys.md"]
+    assert 0 < sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS

@@ -447,9 +447,8 @@ def test_the_example_dumps_what_the_cli_diagnoses(root, settings, tmp_path, monk
 
 
 def test_the_pages_export_from_trl_is_read(root, settings, tmp_path, monkeypatch):
-    """The lines of docs/your_model.md, in TRL's own trainer."""
-    lines, _ = re.findall(r"```python\n(.*?)```", (root / "docs/your_model.md").read_text(encoding="utf-8"), re.DOTALL)
-    exec(lines, made := {})
+    """docs/examples/dump_trl.py, in TRL's own trainer."""
+    exec((root / "docs/examples/dump_trl.py").read_text(encoding="utf-8"), made := {})
     monkeypatch.chdir(tmp_path)
     given = settings(tmp_path, min_p=None)
     trained(for_vllm(made["DumpingTrainer"]), given)

@@ -246,7 +246,7 @@ def test_a_blank_line_is_skipped(tmp_path):
 
 def test_the_pages_export_from_verl_is_read(tmp_path, monkeypatch, root):
     """The lines of docs/your_model.md where verl has its nested tensors, of responses of unequal length."""
-    _, lines = re.findall(r"```python\n(.*?)```", (root / "docs/your_model.md").read_text(encoding="utf-8"), re.DOTALL)
+    [lines] = re.findall(r"```python\n(.*?)```", (root / "docs/your_model.md").read_text(encoding="utf-8"), re.DOTALL)
     nested = {
         name: torch.nested.as_nested_tensor([torch.tensor(value) for value in values], layout=torch.jagged)
         for name, values in {

@@ -127,7 +127,7 @@ PRESETS: dict[str, Correction] = {
     "veto": ImportanceRule(veto=1e-4),
     "trm": ImportanceRule(trust_region=2.0),
 }
-"""The named corrections with docs/method.md's default bounds; an experiment can change them."""
+"""The named corrections with verl's default bounds; an experiment can change them."""
 
 
 @dataclass(frozen=True, eq=False)

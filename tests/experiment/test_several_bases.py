@@ -84,7 +84,7 @@ def test_both_are_read_back_from_their_folders(mine, tmp_path):
     ("text", "base", "says"),
     [
         ("bases: [0, 1]", 2, "experiment 'mine~2': expected one of mine~0, mine~1"),
-        ("seeds: [0]", 2, "experiment 'mine~2': 'mine' has one base model"),
+        ("seeds: [0]", 2, "experiment 'mine~2': it has one base model"),
         ("bases: [0, 0]", None, "bases: 0 is listed twice"),
         ("base: smollm2\nbases: [0, 1]", None, "bases: expected names in config/catalogue/bases.yaml"),
         (

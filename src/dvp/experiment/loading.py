@@ -218,19 +218,19 @@ def _with_base(whole: Experiment, base: str) -> dict:
 
     A seed is that of the base model, and of the problems to train on if they are generated.
     """
-    known = {str(one): one for one in whole.bases}
-    if base not in known:
-        expected = f"expected one of {', '.join(whole.of_bases)}" if known else f"'{whole.name}' has one base model"
+    chosen = {str(one): one for one in whole.bases}.get(base)
+    if chosen is None:
+        expected = f"expected one of {', '.join(whole.of_bases)}" if whole.bases else "it has one base model"
         raise DvpError(f"experiment '{whole.name}~{base}': {expected}")
-    name, train = known[base], whole.data.train
     own = {"name": f"{whole.name}~{base}", "extends": whole.name, "bases": None}
     own["description"] = f"{whole.description.strip().rstrip('.')}: base model {base}."
-    if isinstance(name, str):
-        return own | {"base": name}
-    source = whole.sources[train]
-    generated = isinstance(source, GeneratedSource)
-    sources = {train: source.model_dump(mode="json", exclude_unset=True) | {"seed": name}} if generated else {}
-    return own | {"base": {"seed": name}, "sources": sources}
+    if isinstance(chosen, str):
+        return own | {"base": chosen}
+    own["base"] = {"seed": chosen}
+    train = whole.data.train
+    if isinstance(source := whole.sources[train], GeneratedSource):
+        own["sources"] = {train: source.model_dump(mode="json", exclude_unset=True) | {"seed": chosen}}
+    return own
 
 
 def stored_dtype(model: Path) -> str | None:

@@ -1,5 +1,6 @@
-"""What `make install` asks of pip and of Python, which are played."""
+"""What `make install` asks of pip and of Python, which are played; and the address that `make mlflow` prints."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -59,3 +60,12 @@ def test_the_kernels_are_tested_with_the_triton_of_a_gpu(root):
     )
     assert cpu["triton"] == cuda["triton"]
     assert cpu["torch"].partition("+")[0] == cuda["torch"]
+
+
+def test_the_pages_address_of_mlflow_is_the_one_that_make_prints(root):
+    """Without its last part the address opens MLflow's page for GenAI, which has no metrics."""
+    (told,) = re.findall(r"http://127\.0\.0\.1:5000/[^\s;]+", (root / "docs/browse.md").read_text(encoding="utf-8"))
+    asked = ["make", "--dry-run", "mlflow"]
+    printed = subprocess.run(asked, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert f"open {told}" in printed
+    assert told.endswith("/#/experiments?workflowType=machine_learning")

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from rounding import rounding
+
 DIFFERENTIABLE = ["log_prob", "pruned_log_prob", "entropy", "pruned_entropy"]
 
 
@@ -36,14 +38,28 @@ def dense_statistics(hidden, weight, targets, safe=None, temperature=1.0):
     }
 
 
-def assert_statistics(found, hidden, weight, targets, safe=None, temperature=1.0, tolerance=2e-6):
+def log_prob_error(hidden, weight, temperature):
+    """Bound the rounding of a log-prob: of a product and three more operations on logits, and of the sum of e over V.
+
+    An entropy is a mean of V log-probs, of size log V; a probability is no further off than its logarithm.
+    """
+    terms, vocabulary = (weight != 0).sum(dim=1).max().item(), len(weight)
+    largest = (hidden.detach().float().abs() @ weight.detach().float().abs().T).max().item() / temperature
+    return rounding(terms + 3, largest) + rounding(vocabulary, math.log(vocabulary))
+
+
+def assert_statistics(found, hidden, weight, targets, safe=None, temperature=1.0):
+    atol = log_prob_error(hidden, weight, temperature)
     for name, expected in dense_statistics(hidden, weight, targets, safe, temperature).items():
-        close = {"rtol": tolerance, "atol": tolerance, "msg": lambda message, name=name: f"{name}: {message}"}
+        close = {"rtol": 0, "atol": atol, "msg": lambda message, name=name: f"{name}: {message}"}
         torch.testing.assert_close(getattr(found, name).double(), expected.double(), **close)
 
 
-def assert_gradients(found, hidden, weight, targets, coefficients, safe=None, temperature=1.0, atol=1e-5):
-    """Of Σ c · statistic, for the coefficients (N,) of each statistic that has some."""
+def assert_gradients(found, hidden, weight, targets, coefficients, safe=None, temperature=1.0):
+    """Of Σ c · statistic, for the coefficients (N,) of each statistic that has some.
+
+    To as many digits as a log-prob has, of the largest entry.
+    """
     inside = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     dense = dense_statistics(*inside, targets, safe, temperature)
 
@@ -52,4 +68,5 @@ def assert_gradients(found, hidden, weight, targets, coefficients, safe=None, te
         return torch.autograd.grad(value, leaves, retain_graph=True)
 
     for ours, theirs in zip(gradients(vars(found), [hidden, weight]), gradients(dense, inside), strict=True):
+        atol = log_prob_error(hidden, weight, temperature) * max(1.0, theirs.abs().max().item())
         torch.testing.assert_close(ours.double(), theirs, atol=atol, rtol=0)

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from dvp.cli import main
 from dvp.core.safe_vocabulary import Entropy, TopK, safe_mask
+from rounding import TINY_LOG_PROB
 
 PROCESSOR = "dvp.integrations.vllm:ServedSafeVocabulary"
 ENTROPY = {"rule": "entropy", "alpha": 0.1, "target_entropy": 4.0, "lowest": 1e-6, "highest": 0.9}
@@ -93,7 +94,7 @@ def test_a_request_is_sampled_from_its_safe_vocabulary(asked, rule, vllm_server,
     assert 1 < len(safe) < 400
     mass = math.fsum(math.exp(whole[token]) for token in safe)
     for token in safe:
-        assert pruned[token] == pytest.approx(whole[token] - math.log(mass), abs=1e-4)
+        assert pruned[token] == pytest.approx(whole[token] - math.log(mass), abs=TINY_LOG_PROB)
 
 
 @pytest.mark.slow
@@ -122,7 +123,7 @@ def test_log_z_follows_from_a_second_request(vllm_server, tiny_model):
     answer = ask(vllm_server, model=str(tiny_model), prompt=[5, 7, 9, token], max_tokens=1, prompt_logprobs=0)
     log_q = answer["prompt_logprobs"][-1][str(token)]["logprob"]
     log_mass = math.log(math.fsum(math.exp(whole[kept]) for kept in pruned))
-    assert pruned[token] - log_q == pytest.approx(-log_mass, abs=1e-4)
+    assert pruned[token] - log_q == pytest.approx(-log_mass, abs=TINY_LOG_PROB)
 
 
 def test_the_runner_that_prunes_before_temperature_refuses_it():
@@ -159,7 +160,7 @@ def test_the_mismatch_of_a_running_server(vllm_server, tiny_model, problems, roo
     assert table["problem"].nunique() == 2
     for row in table.itertuples():
         assert 0 < len(row.token_ids) == len(row.engine_logprobs) <= 12
-        assert row.trainer_logprobs == pytest.approx(row.engine_logprobs, abs=1e-4)
+        assert row.trainer_logprobs == pytest.approx(row.engine_logprobs, abs=TINY_LOG_PROB)
     assert len({tuple(tokens) for tokens in table["token_ids"]}) > 1
 
 

@@ -37,7 +37,8 @@ given = make_settings(model, folder, **fixed | json.loads(config))
 given["rollout_func"] = None if given["args"].use_vllm else engine
 trainer = MismatchTrainer(**given, correction="tis", advantage="otb", rollouts=f"{folder}/rollouts.jsonl")
 if trainer.use_vllm:
-    # TRL's own pushes one weight after the other into layers that vLLM has packed, on a CPU, and finds no way in.
+    # TRL's own hands one weight after the other to the model's load_weights: vLLM has packed each matrix on a CPU and
+    # left an empty parameter, which has no weight_loader.
     vllm = trainer.vllm_generation
 
     def sync_weights():

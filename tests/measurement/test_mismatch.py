@@ -21,6 +21,7 @@ from dvp.measurement.problems import drawn
 from dvp.training.rollouts import Problems
 from made_up_problems import write_problems
 from noisy_engine import NoisyEngine
+from rounding import TINY_LOG_PROB
 
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100]]
 RUN = "method~rloo/engine~fp32/rho~none/seed~5"
@@ -99,12 +100,12 @@ def test_the_log_ratios_of_the_responses_are_those_of_dense_scoring(root, tiny_m
         assert list(rows["rho"]) == experiment.mismatch.rhos
         for row in rows.itertuples():
             log_p = logits.log_softmax(-1).gather(1, tokens).sum().item()
-            assert row.log_ratio == pytest.approx(log_p - log_q, abs=1e-4)
+            assert row.log_ratio == pytest.approx(log_p - log_q, abs=len(tokens) * TINY_LOG_PROB)
             below = logits < logits.amax(-1, keepdim=True) + math.log(parse_rho(row.rho))
             pruned = logits.masked_fill(below, -math.inf).log_softmax(-1).gather(1, tokens).sum().item()
-            assert row.pruned_log_ratio == pytest.approx(pruned - log_q, abs=1e-4)
+            assert row.pruned_log_ratio == pytest.approx(pruned - log_q, abs=len(tokens) * TINY_LOG_PROB)
             mass = logits.softmax(-1).masked_fill(~below, 0.0).sum().item()
-            assert row.pruned_mass_sum == pytest.approx(mass, rel=1e-4)
+            assert row.pruned_mass_sum == pytest.approx(mass, rel=TINY_LOG_PROB)
 
 
 def test_a_few_positions_at_a_time_give_the_same_tables(measure, monkeypatch):
@@ -137,7 +138,7 @@ def test_the_sampled_tokens_are_written_one_by_one(root, tiny_model, model, meas
     one = tokens.iloc[0]
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0]])).logits[0, -1].double()
-    assert one["log_p"] == pytest.approx(logits.log_softmax(-1)[int(one["token"])].item(), abs=1e-5)
+    assert one["log_p"] == pytest.approx(logits.log_softmax(-1)[int(one["token"])].item(), abs=TINY_LOG_PROB)
 
 
 def test_problems_are_drawn_by_the_seed_without_repetition():

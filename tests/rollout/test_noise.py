@@ -12,6 +12,7 @@ from dvp.core.safe_vocabulary import Entropy, EntropyScaled, FixedRho
 from dvp.experiment.training import EngineConfig, Noise
 from dvp.rollout.engine import Sampling
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
+from rounding import TINY_LOG_PROB
 
 pytestmark = pytest.mark.slow  # starts vllm
 
@@ -48,7 +49,7 @@ def differences(model, engine, sampling, temperature=1.0):
             own.append(logits_TV.double() / temperature)
             reported.append(response.vocabulary_log_probs_TV.double())
             chosen_T = reported[-1].gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
-            assert chosen_T.tolist() == pytest.approx(response.log_probs, abs=1e-6)
+            assert chosen_T.tolist() == pytest.approx(response.log_probs, abs=TINY_LOG_PROB)
     return torch.cat(reported), torch.cat(own)
 
 

@@ -29,6 +29,7 @@ from dvp.rollout.turns import ToolEngine
 from dvp.rollout.vllm import VllmEngine, prove_safe_vocabulary
 from dvp.tools import make_tool
 from dvp.training.backend import Policy
+from rounding import TINY_LOG_PROB
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[20, 30, 40, 50], [60, 70], [80, 90, 100, 110, 120, 130]]
@@ -86,11 +87,11 @@ def test_the_whole_vocabulary_comes_with_the_same_responses_as_without(fp32, tin
         for one, same in zip(before, after, strict=True):
             assert (same.token_ids, same.finish_reason, same.text) == (one.token_ids, one.finish_reason, one.text)
             assert same.text.strip()
-            assert same.log_probs == pytest.approx(one.log_probs, abs=1e-5)
+            assert same.log_probs == pytest.approx(one.log_probs, abs=TINY_LOG_PROB)
             values_TV = same.vocabulary_log_probs_TV
-            assert torch.allclose(values_TV[0], first_V, atol=2e-5)
+            assert torch.allclose(values_TV[0], first_V, rtol=0, atol=TINY_LOG_PROB)
             expected_TV = dense_logits(model, prompt, same.token_ids).log_softmax(-1)
-            assert torch.allclose(values_TV.double(), expected_TV, atol=5e-5)
+            assert torch.allclose(values_TV.double(), expected_TV, rtol=0, atol=TINY_LOG_PROB)
         assert 0 < cut.vocabulary_log_probs_TV.isfinite().sum() < cut.vocabulary_log_probs_TV.numel()
         assert cut.vocabulary_log_probs_TV.double().logsumexp(-1).abs().max() < 1e-5
 
@@ -210,7 +211,7 @@ def test_reported_log_probs_are_those_of_the_sampled_distribution(fp32, tiny_mod
             for p_V, token, reported in zip(p_TV, one.token_ids, one.log_probs, strict=True):
                 safe_V = SAFE[type(rule)](p_V, rule)
                 assert safe_V[token]
-                assert reported == pytest.approx((p_V[token] / p_V[safe_V].sum()).log().item(), abs=5e-5)
+                assert reported == pytest.approx((p_V[token] / p_V[safe_V].sum()).log().item(), abs=TINY_LOG_PROB)
                 sizes.add(safe_V.sum().item())
     assert len(sizes) > 5 or rule in RULES[:3:2]  # which leave out nothing, or hardly anything
     assert len(lengths) > 1 or temperature < 1  # cold, the tiny model ends hardly any
@@ -247,13 +248,13 @@ def test_the_sets_that_tokens_were_sampled_from_are_reported(reporting, tiny_mod
             inside_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
             inside_TV[one.kept.entries] = True
             threshold_T1 = logits_TV.amax(1, keepdim=True) + rule.log_rho(logits_TV).double()[:, None]
-            assert (logits_TV[inside_TV] >= (threshold_T1.expand_as(logits_TV)[inside_TV] - 1e-4)).all()
-            assert (logits_TV[~inside_TV] < (threshold_T1.expand_as(logits_TV)[~inside_TV] + 1e-4)).all()
+            assert (logits_TV[inside_TV] >= (threshold_T1.expand_as(logits_TV)[inside_TV] - TINY_LOG_PROB)).all()
+            assert (logits_TV[~inside_TV] < (threshold_T1.expand_as(logits_TV)[~inside_TV] + TINY_LOG_PROB)).all()
             log_z_T = logits_TV.masked_fill(~inside_TV, -torch.inf).logsumexp(1) - logits_TV.logsumexp(1)
-            assert torch.allclose(one.kept.log_mass_N.double(), log_z_T, atol=2e-5)
+            assert torch.allclose(one.kept.log_mass_N.double(), log_z_T, rtol=0, atol=TINY_LOG_PROB)
             # log q = log q^mp + log Z'.
             log_q_T = logits_TV.log_softmax(1).gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
-            assert torch.allclose(torch.tensor(one.log_probs).double() + log_z_T, log_q_T, atol=2e-5)
+            assert torch.allclose(torch.tensor(one.log_probs).double() + log_z_T, log_q_T, rtol=0, atol=TINY_LOG_PROB)
             sizes += one.kept.sizes_N.tolist()
     assert len(set(sizes)) > 3
 
@@ -582,7 +583,7 @@ def test_rounded_weights_reach_the_engine(tiny_model, processes):
     for prompt, group in zip(PROMPTS, sampled, strict=True):
         for one in group:
             expected = reference_log_probs(model, prompt, one["token_ids"])
-            assert torch.allclose(torch.tensor(one["log_probs"]).double(), expected, atol=2e-5)
+            assert torch.allclose(torch.tensor(one["log_probs"]).double(), expected, rtol=0, atol=TINY_LOG_PROB)
             differences.append((expected - reference_log_probs(exact, prompt, one["token_ids"])).abs().max())
     assert max(differences) > 0.1
 

@@ -3,6 +3,7 @@
 usage: rank_process.py MODEL UNTIED FOLDER; leaves FOLDER/NAME/{metrics.jsonl,checkpoints,probe,weights,continued} of
 each file NAME of config/deepspeed, with the last step's weights kept as those of an evaluated one. UNTIED is a model
 whose head has a weight of its own; zero3_bf16 trains it, as it would one of eight billion parameters.
+or: rank_process.py MODEL PLACE; continues PLACE/checkpoints, which may be of another number of ranks, under zero2.
 """
 
 import json
@@ -14,7 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from deepspeed.utils import get_z3_leaf_modules, safe_get_full_grad, safe_get_local_fp32_param
+from deepspeed.utils import (
+    get_z3_leaf_modules,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+)
 from safetensors.torch import save_file
 from test_loop import PROMPTS, ScriptedEngine, build_loop
 from test_loop import SETTINGS as ONE_RANK
@@ -31,6 +37,7 @@ from dvp.training.loop import Loop, run_loop
 from dvp.training.responses import RESPONSES
 from dvp.training.rollouts import with_sets
 from noisy_engine import NoisyEngine
+from rounding import TINY_LOG_PROB
 
 ROOT = Path(__file__).parents[2]
 # Of the three prompts of a step two may be on one rank, and the responses that are left need three micro-batches.
@@ -66,7 +73,7 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
     for name in names:
         place = folder / name
         loop = make_loop(model, name)
-        run_loop(loop, place, place / "checkpoints", lambda row: None)
+        run_loop(loop, place, place / "checkpoints", partial(save_moments, loop.trainer, place))
         weights = {name: value.clone() for name, value in loop.trainer.weights()}
         # Weights that are only lent have to be what every rank's engine got.
         assert all(torch.equal(loop.engine.pushed[-1][name], value) for name, value in weights.items())
@@ -81,8 +88,8 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
         check_engines_weights(loop.trainer, model, weights)
         if "bf16" in name:
             check_sums(loop.trainer)
+        save(weights, place)
         if ranks.is_main():
-            save_file(weights, place / "weights.safetensors")
             shutil.copytree(place / "checkpoints", place / "continued/checkpoints")
             shutil.rmtree(place / "continued/checkpoints/step-000003")
         ranks.gather(None)
@@ -93,6 +100,34 @@ def train(model: Path, folder: Path, names: tuple[str, ...]) -> None:
         if ranks.is_main():
             recorded = [(place / part / RESPONSES).read_bytes() for part in (".", "continued")]
             assert recorded[0] == recorded[1]
+
+
+def save(weights: dict[str, torch.Tensor], place: Path) -> None:
+    """Leave weights.safetensors."""
+    if ranks.is_main():
+        save_file(weights, place / "weights.safetensors")
+
+
+def save_moments(trainer: Trainer, place: Path, row: dict) -> None:
+    """Leave the optimiser's whole state after the second step: moments.safetensors."""
+    if row["step"] != 2:
+        return
+    moments = {
+        f"{name}.{key}": safe_get_full_optimizer_state(parameter, key).cpu().clone()
+        for name, parameter in trainer.policy.model.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    if ranks.is_main():
+        save_file(moments, place / "moments.safetensors")
+
+
+def resume(model: Path, name: str, place: Path) -> None:
+    """Continue the run of `place`/checkpoints, of another number of ranks; leave its moments as they were restored."""
+    loop = make_loop(model, name)
+    checkpoint.restore(place / "checkpoints", loop.trainer)
+    save_moments(loop.trainer, place, {"step": 2})
+    run_loop(loop, place, place / "checkpoints", lambda row: None)
+    save({name: value.clone() for name, value in loop.trainer.weights()}, place)
 
 
 def replay(model: Path, folder: Path) -> None:
@@ -138,16 +173,25 @@ def check_engines_weights(trainer: Trainer, model: Path, weights: dict[str, torc
     expected, before = own_logits(rounded, batch), own_logits(own, batch)
     with engine_rounding(own, EngineConfig(dtype="bfloat16", weight_rounding="int8"), activations=False):
         found = own_logits(own, batch)
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(found, expected, rtol=0, atol=TINY_LOG_PROB)
     assert (found - before).abs().max() > 1e-3
     assert torch.equal(own_logits(own, batch), before)
+
+
+def main(model: Path, *others: str) -> None:
+    """Run what the usage says."""
+    checkpoint.KEEP_CHECKPOINTS = 2
+    if len(others) == 1:
+        resume(model, "zero2", Path(others[0]))
+        return
+    untied, folder = map(Path, others)
+    train(model, folder, ("zero1", "zero2", "zero3"))
+    train(untied, folder, ("zero3_bf16",))
+    replay(model, folder)
 
 
 if __name__ == "__main__":
     quiet()
     torch.set_num_threads(1)
-    checkpoint.KEEP_CHECKPOINTS = 2
-    train(Path(sys.argv[1]), Path(sys.argv[3]), ("zero1", "zero2", "zero3"))
-    train(Path(sys.argv[2]), Path(sys.argv[3]), ("zero3_bf16",))
-    replay(Path(sys.argv[1]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
     launch.leave()

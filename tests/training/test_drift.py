@@ -1,13 +1,18 @@
 """How far trainer and engine have moved: against independent models in float64, real DeepSpeed, no vLLM."""
 
 import copy
+import json
 import math
+import os
+import signal
 
 import pytest
 import torch
 from test_loop import ScriptedEngine, build_loop, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dvp.errors import DvpError, Stopped
+from dvp.training import drift
 from dvp.training.loop import run_loop
 
 pytestmark = pytest.mark.slow
@@ -85,21 +90,63 @@ def test_distances_are_those_of_independent_models(stored, root, change):
     assert found["drift_apart_outside"] == pytest.approx(1 - (inside_N.sum() / values_N.sum()).item(), abs=1e-3)
 
 
-def test_it_is_in_the_rows_of_its_steps(stored, root, tmp_path):
-    """Also of a run that continues, whose start is still that of the base model."""
+@pytest.fixture
+def run(stored, root):
+    """Train in a folder, with drift at steps 1, 2 and 4 and a checkpoint at step 2; return the loop and its metrics."""
 
-    def run(folder, stop_after=None):
-        def on_step(row):
-            if row["step"] == stop_after:
-                raise KeyboardInterrupt
-
-        loop = build_loop(stored, root, drift_every=2)
+    def run(folder, on_step=lambda row: None, engine=None):
+        loop = build_loop(stored, root, drift_every=2, engine=engine)
         run_loop(loop, folder, folder / "checkpoints", on_step)
-        return rows(folder)
+        return loop, rows(folder)
 
-    whole = run(tmp_path / "whole")
+    return run
+
+
+def stop_after_3(row):
+    if row["step"] == 3:
+        raise KeyboardInterrupt
+
+
+def test_it_is_in_the_rows_of_its_steps(run, tmp_path, monkeypatch):
+    """Also of a run that resumes, with the contexts and the start of before, whatever the engine samples by now."""
+    loop, whole = run(tmp_path / "whole")
     assert [row["step"] for row in whole if "drift_share" in row] == [1, 2, 4]
     assert 0 < whole[1]["drift_trainer"] < whole[3]["drift_trainer"]
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", stop_after=3)
-    assert run(tmp_path / "cut") == whole
+        run(tmp_path / "cut", stop_after_3)
+    monkeypatch.setattr(drift, "derived_seed", lambda *_: 5)
+    resumed, metrics = run(tmp_path / "cut")
+    assert metrics == whole
+    assert resumed.drift._contexts == loop.drift._contexts
+    assert all(torch.equal(one, other) for one, other in zip(resumed.drift._start, loop.drift._start, strict=True))
+
+
+def test_a_checkpoint_without_contexts_is_named(run, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, stop_after_3)
+    (checkpoint,) = tmp_path.glob("checkpoints/step-*")
+    listed = json.loads((checkpoint / "manifest.json").read_text())
+    del listed["files"][drift.FILE]
+    (checkpoint / "manifest.json").write_text(json.dumps(listed))
+    (checkpoint / drift.FILE).unlink()
+    with pytest.raises(DvpError, match=r"step-000002/drift.safetensors: missing \(an older version did not write it\)"):
+        run(tmp_path)
+
+
+class DyingEngine(ScriptedEngine):
+    """Its own processes get the stop signal of step 4 while it is measured, and die of it."""
+
+    def generate(self, prompts, sampling, seeds):
+        if sampling.whole_vocabulary and len(prompts) > 2 and len(self.pushed) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("EngineDeadError")
+        return super().generate(prompts, sampling, seeds)
+
+
+def test_an_engine_that_dies_of_a_stop_signal_while_it_is_measured(run, tmp_path):
+    """The step is lost, and not saved as the one before."""
+    _, whole = run(tmp_path / "whole")
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 3; run again to continue from step 2"):
+        run(tmp_path / "stopped", engine=DyingEngine)
+    assert len(rows(tmp_path / "stopped")) == 3
+    assert run(tmp_path / "stopped")[1] == whole

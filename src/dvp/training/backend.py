@@ -6,7 +6,9 @@ the logits of a whole batch. On several ranks (dvp.training.ranks) all of them c
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
 from enum import Enum
@@ -449,8 +451,32 @@ class Trainer:
             writer.save = write
         return found
 
-    def load(self, folder: Path) -> None:
-        """Read the checkpoint that `parts` wrote; the caller has verified its files. Raises DvpError without one."""
-        path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+    def load(self, folder: Path, written_by: int) -> None:
+        """Read the checkpoint that `parts` wrote on so many ranks; the caller has verified its files.
+
+        Where there is another number of ranks now, rank 0 first makes DeepSpeed's universal checkpoint of it, beside
+        `folder`, which is as large and deleted afterwards. Raises DvpError without a checkpoint.
+        """
+        reshaped = written_by != ranks.count()
+        source = folder.with_name(f".{folder.name}.universal") if reshaped else folder
+        if reshaped and ranks.is_main():
+            _write_universal(folder / TAG, source / TAG)
+        ranks.gather(None)
+        self._engine._config.load_universal_checkpoint = reshaped
+        path, _ = self._engine.load_checkpoint(str(source), tag=TAG)
+        ranks.gather(None)
+        if reshaped and ranks.is_main():
+            shutil.rmtree(source)
         if path is None:
             raise DvpError(f"{folder}: DeepSpeed finds no checkpoint here")
+
+
+def _write_universal(source: Path, target: Path) -> None:
+    """Convert DeepSpeed's checkpoint into one that any number of ranks can read: a file per weight and moment."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    shutil.rmtree(target.parent, ignore_errors=True)  # of a process that was killed
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    folders = {"input_folder": str(source), "output_folder": str(target)}
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        ds_to_universal.main(SimpleNamespace(**folders, **options, inject_missing_state=True))

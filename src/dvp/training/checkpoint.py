@@ -1,8 +1,8 @@
 """Write checkpoints that are whole or absent, and verify them before a byte of them is unpickled.
 
-A checkpoint is a folder `step-000020` with DeepSpeed's files, metrics and responses so far, state.json, and a manifest
-of their SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed process leaves the previous
-one intact.
+A checkpoint is a folder `step-000020` with DeepSpeed's files, metrics and responses so far, the contexts of the drift,
+state.json, and a manifest of their SHA-256 sums. It is written under a temporary name, synced, and renamed; a killed
+process leaves the previous one intact.
 
 A checkpoint holds no state of a random generator, and no position in the data, because training has none: the order of
 the problems and the seed of each response are functions of the run's seed and the step (dvp.training.loop), and the
@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +58,8 @@ def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str,
     settings : the config hash.
     data, base : checksums of the files of data and base model.
     Rank 0 writes what the checkpoints belong to beside that folder, as JSON. If there are none to continue, it names
-    each folder of others on standard error, with what it differs in. The number of ranks is no part of the name:
-    `restore` refuses another one. The caller holds the run's lock; all ranks call this, once they know of each other.
+    each folder of others on standard error, with what it differs in. The number of ranks is no part of the name. The
+    caller holds the run's lock; all ranks call this, once they know of each other.
     """
     belongs_to = {
         "settings": settings,
@@ -82,10 +82,18 @@ def folder_of(folder: Path, settings: str, data: dict[str, str], base: dict[str,
 class Saving:
     """A checkpoint that threads of all ranks are writing; training may continue meanwhile."""
 
-    def __init__(self, folder: Path, step: int, trainer: Trainer, growing: list[Path]):
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        trainer: Trainer,
+        growing: list[Path],
+        others: Sequence[Callable[[Path], None]] = (),
+    ):
         """Begin to write the checkpoint of `step` below `folder`, with copies of the `growing` files.
 
         growing : metrics.jsonl among them.
+        others : each writes something more into a folder.
         The caller holds the run's lock, and calls `finish` before it begins the next one. All ranks call this and
         `finish`.
         Raises DvpError, with all older ones in place, if the weights are not finite or nothing can be written.
@@ -100,6 +108,8 @@ class Saving:
                 self._half.mkdir(parents=True)
                 for file in growing:
                     shutil.copyfile(file, self._half / file.name)
+                for write in others:
+                    write(self._half)
             parts = trainer.parts(self._half)
             if ranks.is_main():
                 # DeepSpeed leaves copies of its conversion scripts; code has no place among data.
@@ -222,10 +232,9 @@ def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
     """Load the newest whole checkpoint below `folder` into the trainer.
 
     A damaged one is named on standard error and set aside until another one has been written. All ranks call this, and
-    each verifies its own files.
+    each verifies its own files. They may be more or fewer than those that wrote it.
     Returns the checkpoint's path and its metrics.jsonl as text; None if there is no checkpoint.
-    Raises DvpError if all are damaged, or if the newest whole one was written by another number of ranks; then nothing
-    is moved.
+    Raises DvpError if all are damaged; then nothing is moved.
     """
     damaged: dict[Path, DvpError] = {}
     for path in reversed(ranks.gather(checkpoints(folder))[0]):
@@ -234,16 +243,10 @@ def restore(folder: Path, trainer: Trainer) -> tuple[Path, str] | None:
         if problem is not None:
             damaged[path] = problem
             continue
-        state = found[0]
-        if state["ranks"] != ranks.count():
-            raise DvpError(
-                f"{path}: written by {state['ranks']} ranks, but training.gpus × nodes is {ranks.count()}; go on with "
-                f"{state['ranks']}, or move {folder} away to start anew"
-            )
         for broken, problem in damaged.items() if ranks.is_main() else ():
             print(f"warning: {problem}; going back to {path.name}", file=sys.stderr)
             os.replace(broken, broken.with_name(broken.name + DAMAGED))
-        trainer.load(path)
+        trainer.load(path, found[0]["ranks"])
         return path, ranks.gather((path / METRICS).read_text(encoding="utf-8"))[0]
     if damaged:
         raise DvpError(

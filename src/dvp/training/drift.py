@@ -5,18 +5,23 @@ grows by what the trainer has moved. Measured at fixed contexts, over the whole 
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from dvp.core.batch import Batch
 from dvp.core.vocabulary_mismatch import kl, normalised, outside
+from dvp.errors import DvpError
 from dvp.rollout.engine import Engine, Sampling
 from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Trainer
 
 CONTEXTS, TOKENS, TOGETHER = 256, 16, 8
 """Contexts, each of another prompt; most response tokens in one; contexts per forward pass of the trainer."""
+FILE = "drift.safetensors"
+"""A run's contexts and where it started, in each of its checkpoints: the engine need not sample the same again."""
 LOG_RHO = -13.0
 """log ρ of the safe vocabulary for `drift_apart_outside`."""
 
@@ -41,6 +46,23 @@ class Drift:
             for index, (context, response) in enumerate(zip(self._contexts, responses, strict=True))
         ]
         self._start = self._both()
+
+    def write(self, folder: Path) -> None:
+        """Write the contexts, one after the other, their lengths, and the log-probs at the start into a checkpoint."""
+        contexts = [torch.tensor(context) for context in self._contexts]
+        lengths, (trainer_NV, engine_NV) = torch.tensor([*map(len, contexts)]), self._start
+        start = {"trainer": trainer_NV, "engine": engine_NV}
+        save_file({"tokens": torch.cat(contexts), "lengths": lengths} | start, folder / FILE)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take over what `write` wrote, in the place of `start`. Raises DvpError if it is not there."""
+        file = checkpoint / FILE
+        if not file.is_file():
+            folder = checkpoint.parent
+            raise DvpError(f"{file}: missing (an older version did not write it); move {folder} away to start anew")
+        kept = load_file(file)
+        self._contexts = [context.tolist() for context in kept["tokens"].split(kept["lengths"].tolist())]
+        self._start = kept["trainer"], kept["engine"]
 
     def measure(self) -> dict[str, float | None]:
         """Measure how far both have moved, in nats per token, means over contexts; `_se` is a standard error.

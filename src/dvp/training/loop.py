@@ -44,7 +44,7 @@ from dvp.training.backend import Trainer
 from dvp.training.drift import Drift
 from dvp.training.responses import RESPONSES, ResponseRecorder
 from dvp.training.rollouts import Problems, in_a_line, prompt_rows, with_sets
-from dvp.training.stopping import Abandoned, StopRequest
+from dvp.training.stopping import Abandoned, Lost, StopRequest
 
 UPDATE_METRICS = (
     *("gradient_norm", "clipped_fraction", "left_safe_fraction"),
@@ -70,8 +70,6 @@ def run_loop(
     all checkpoints are damaged; if engine and trainer do not agree (see `Agreement`).
     """
     config, stop = loop.config, loop.stop
-    if loop.drift is not None:
-        loop.drift.start()  # the weights are still those of the base model
     metrics_file, responses_file = folder / "metrics.jsonl", folder / RESPONSES
     rows = _restore(loop, metrics_file, checkpoints)
     loop.restored = len(rows)
@@ -89,7 +87,8 @@ def run_loop(
             loop.recorder.write(responses_file)
             # The whole file, as a new Snakemake deletes a run's files before its job learns that the run resumes.
             write_text(metrics_file, "".join(f"{_line(row)}\n" for row in rows))
-        saving = checkpoint.Saving(checkpoints, len(rows), loop.trainer, [metrics_file, responses_file])
+        growing, constant = [metrics_file, responses_file], [loop.drift.write] if loop.drift else []
+        saving = checkpoint.Saving(checkpoints, len(rows), loop.trainer, growing, constant)
         saved = len(rows)
 
     def finish_saving() -> None:
@@ -103,11 +102,11 @@ def run_loop(
 
     with stop:
         while len(rows) < config.steps:
-            row = None
+            row, lost = None, False
             try:
                 row = _step(loop, len(rows) + 1)
-            except Abandoned:
-                pass
+            except Abandoned as error:
+                lost = isinstance(error, Lost)
             except DvpError:
                 # Not among the run's files: Snakemake deletes those of a job that failed.
                 if ranks.is_main() and loop.recorder.rows:
@@ -131,7 +130,7 @@ def run_loop(
             if stop.requested() and len(rows) < config.steps:
                 # A run resumes with the trainer's weights in the engine, so it may only be saved where an engine with
                 # stale weights has just got new ones.
-                if len(rows) > saved and len(rows) % config.synchronise_every == 0:
+                if len(rows) > saved and len(rows) % config.synchronise_every == 0 and not lost:
                     save()
                 finish_saving()
                 stop.leave(len(rows), saved)
@@ -225,7 +224,7 @@ class Loop:
             "seconds": times[-1] - times[0],
         }
         if self.drift is not None and (step == 1 or step % self.config.drift_every == 0):
-            row |= self.drift.measure()
+            row |= self._drift()
         # Times differ between ranks; what is decided from a row must not.
         row = ranks.gather(row)[0]
         if metrics["updates"] and step % self.config.synchronise_every == 0:
@@ -238,6 +237,18 @@ class Loop:
         self.observe(row)
         self.recorder.settle(step, self.collapse.collapsed_at)
         return row | {"collapsed": self.collapse.collapsed_at is not None}
+
+    def _drift(self) -> dict:
+        """Measure the drift. Raises Lost where an engine's own processes have died of a stop signal."""
+        measured = None
+        try:
+            measured = self.drift.measure()
+        except Exception:
+            if self.stop.signal is None:
+                raise
+        if None in ranks.gather(measured):
+            raise Lost
+        return measured
 
     def observe(self, row: dict) -> None:
         """Update what follows a run from step to step with the row of a finished one, of now or of a checkpoint.
@@ -480,6 +491,8 @@ def _line(row: dict) -> str:
 def _restore(loop: Loop, metrics_file: Path, checkpoints: Path) -> list[dict]:
     """Load the newest whole checkpoint, if any, put its metrics.jsonl and responses in place, and return its rows."""
     restored = checkpoint.restore(checkpoints, loop.trainer)
+    if loop.drift is not None:
+        loop.drift.start() if restored is None else loop.drift.restore(restored[0])
     if restored is None:
         if ranks.is_main():
             metrics_file.unlink(missing_ok=True)

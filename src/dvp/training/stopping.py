@@ -21,6 +21,10 @@ class Abandoned(BaseException):
     """The abandonment of a step before it changed anything. Not an Exception, so that no library swallows it."""
 
 
+class Lost(Abandoned):
+    """The abandonment of a step that has changed the weights, so that they belong to no step that is known."""
+
+
 class StopRequest:
     """A context in which a stop signal is remembered instead of ending the process; only abandonable blocks end early.
 

@@ -185,8 +185,8 @@ def plan(
 ) -> None:
     """Estimate an experiment's cost before submitting it.
 
-    Prints jobs, GPU-hours, wall time, disk and money by stage and by method: from recorded times where the experiment
-    has run, from a stated estimate where not. Writes nothing and needs neither GPU nor network.
+    Prints jobs, GPU-hours, disk and money by stage, the least time, and what the estimate rests on. Writes nothing and
+    needs neither GPU nor network.
     """
     from dvp.experiment.loading import load_experiment, read_settings
     from dvp.files import dump_json
@@ -195,9 +195,7 @@ def plan(
 
     settings = read_settings([*(config or []), *(more or [])])
     loaded = load_experiment(settings["experiment"])
-    folder = Path(settings["results"]) / loaded.name
-    options = {"gpu": gpu, "gpus": gpus, "price": price, "response_tokens": response_tokens}
-    made = make_plan(loaded, folder, **options)
+    made = make_plan(loaded, gpu=gpu, gpus=gpus, price=price, response_tokens=response_tokens)
     print(dump_json(made) if json else render(made))
 
 

@@ -92,7 +92,7 @@ class HubSource(_Table):
     revision: Revision
     """The commit of the data set's repository."""
     problems: Positive | None = None
-    """How many problems it has; `dvp plan` uses it until `dvp prepare` has counted them."""
+    """How many problems it has, by which `dvp plan` counts."""
 
 
 class FileSource(_Table):

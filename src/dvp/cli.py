@@ -264,15 +264,13 @@ def convert(config: Config, run: RunPath, threads: Threads = 1) -> None:
     """
 
 
-TASK = _option("TASK", "held_out, or an evaluation source", show_default="all tasks that are not done yet")
-
-
 @verb(MEASUREMENT, "dvp.evaluation.stage")
-def evaluate(config: Config, run: RunPath, task: Annotated[str | None, TASK] = None, threads: Threads = 1) -> None:
-    """Sample a model on its tasks and score it.
+def evaluate(config: Config, run: RunPath, threads: Threads = 1) -> None:
+    """Sample a model on all its tasks and score it.
 
     Runs lm-eval over vLLM; writes evals/RUN/TASK/samples.parquet (every sample) and scores.json (avg@k, pass@k, maj@k
-    with intervals). RUN `base` is the model before RL; RUN/by~ENGINE/min_p~RHO samples it with another engine, or from
+    with intervals), and evals/RUN/manifest.json when all tasks are done; a task that is done is kept. RUN `base` is
+    the model before RL; RUN/by~ENGINE/min_p~RHO samples it with another engine, or from
     the safe vocabulary at ρ, if evaluation.also of the experiment asks for that.
     """
 

@@ -17,6 +17,7 @@ from dvp.files import only_writer, sha256_file
 from dvp.gpus import claim
 from dvp.progress import Progress
 from dvp.stage import read_inputs, run_stage
+from dvp.tools import make_tool
 from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import StageRun
 from dvp.training import launch
@@ -41,6 +42,8 @@ def base(config: Path, threads: int) -> None:
     from dvp.training.base import make_base
 
     torch.set_num_threads(threads)
+    if experiment.tools is not None:
+        make_tool(experiment.tools)  # a tool that does not work on this machine is refused before hours of training
     with run_stage("base", directory, directory.result("base"), experiment.config_hash("base"), inputs) as stage:
         if stage.reuse():
             return

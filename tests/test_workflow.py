@@ -168,7 +168,7 @@ def test_a_cluster_is_described_by_the_variables_of_the_profile():
     assert {asked_for(profile, rule, "gres") for rule in gpu_rules} == {"gpu:h200:8"}
     assert {asked_for(profile, rule, "cpus_per_task") for rule in gpu_rules} == {48}
     assert {asked_for(profile, rule, "mem_mb") for rule in ("train", "preflight")} == {400_000}
-    assert (asked_for(profile, "train", "runtime"), asked_for(profile, "preflight", "runtime")) == (2880, 120)
+    assert (asked_for(profile, "train", "runtime"), asked_for(profile, "preflight", "runtime")) == (2880, 180)
 
 
 def test_a_training_job_that_is_tried_again_asks_for_no_more_memory():

@@ -64,11 +64,11 @@ def list_jobs(experiment: "Experiment") -> Iterator[Job]:
     problems, base = ("prepare", ""), ("base", "")
     yield Job("prepare")
     yield Job("base", after=(problems,))
-    rehearsed = experiment.preflights
+    preflights = experiment.preflights
     for path, engine in {point.preflight: point.engine for point in experiment.points}.items():
-        yield Job("preflight", path, (problems, base), **of_training, engine=engine, asked=path in rehearsed)
+        yield Job("preflight", path, (problems, base), **of_training, engine=engine, asked=path in preflights)
     for run in experiment.runs:
-        waits = (("preflight", run.preflight),) if run.preflight in rehearsed else ()
+        waits = (("preflight", run.preflight),) if run.preflight in preflights else ()
         yield Job("train", run.path, (problems, base, *waits), **of_training, run=run, engine=run.engine)
     for run in (*experiment.runs, *experiment.snapshots):
         yield Job("convert", run.path, (base, ("train", whole_run(run.path))), run=run, asked=run.step is None)

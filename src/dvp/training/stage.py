@@ -200,9 +200,10 @@ def run_engine(experiment: Experiment, run: Run, model: Path, max_model_len: int
     )
 
 
-def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
+def set_up(directory: ExperimentDir, run: Run, make_loop: "Callable[..., Loop] | None" = None) -> tuple["Loop", int]:
     """Set up the trainer, prompts and engine of a run, on every rank.
 
+    make_loop : makes the loop of these parts; Loop by default.
     Returns the loop, and how many prompts were left out because they are too long for the run.
     """
     import torch
@@ -239,4 +240,5 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
 
     recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer, tools=experiment.tools is not None)
     pad = padding_token(tokenizer)
-    return Loop(experiment, run, problems, prompts, pad, trainer, engine, recorder, grader), too_long
+    make_loop = make_loop or Loop
+    return make_loop(experiment, run, problems, prompts, pad, trainer, engine, recorder, grader), too_long

@@ -46,7 +46,7 @@ app = typer.Typer(
 )
 
 
-EXTRAS = {"diagnose-rollouts": "diagnose", "keys": "diagnose", "list": "diagnose", "plan": "diagnose"}
+EXTRAS = {"diagnose-rollouts": "diagnose", "list": "diagnose", "plan": "diagnose"}
 EXTRAS |= {"mismatch": "mismatch"}  # what pip has to install for a verb; for the others `pipeline`
 LARGEST = 1e9  # of a price, a length or megabytes: more is a slip, and what follows from it may be infinite
 LARGEST_SEED = 2**32 - 1  # of dvp.strict.Seed
@@ -152,14 +152,6 @@ def list_(results: Annotated[Path, _path("FOLDER", "where results go")] = Path("
     from dvp.experiment.listing import experiments
 
     print(experiments(results))
-
-
-@app.command(rich_help_panel=EXPERIMENT)
-def keys(key: Annotated[str | None, typer.Argument(help="a key or a group of keys")] = None) -> None:
-    """Say what a key of an experiment means, or list the groups of keys."""
-    from dvp.experiment import listing
-
-    print(listing.keys(key))
 
 
 SETTINGS = _option("KEY=VALUE…", "as Snakemake's: experiment=NAME results=FOLDER", show_default="config/config.yaml")

@@ -27,11 +27,14 @@ report: "workflow/report/workflow.rst"
 
 
 onstart:
-    begin()
+    try:
+        locks = begin(EXPERIMENTS.values(), Path(config["results"]))
+    except DvpError as error:
+        raise WorkflowError(str(error)) from None
 
 
 rule all:
     default_target: True
     input:
-        everything(config["experiment"]),
+        lambda wildcards: everything(config["experiment"]),
     localrule: True

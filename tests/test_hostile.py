@@ -76,10 +76,9 @@ def test_a_run_that_climbs_out_of_its_folder_writes_nothing(dvp, tmp_path, root,
     shutil.copytree(root / "config", tmp_path / "in/config")
     assert dvp("resolve", "--experiment", "smoke", "--folder", "results/smoke", cwd=tmp_path / "in")[0] == 0
     before = checksums(tmp_path)
-    for verb in (["train"], ["convert"], ["evaluate", "--task", "held_out"], ["evaluate", "--task", "../../x"]):
-        run = "base" if "../../x" in verb else "../../../../x"
+    for verb in (["train"], ["convert"], ["evaluate"]):
         status, line, everything = dvp(
-            *verb, "--config", "results/smoke/config.yaml", "--run", run, cwd=tmp_path / "in"
+            *verb, "--config", "results/smoke/config.yaml", "--run", "../../../../x", cwd=tmp_path / "in"
         )
         assert status == 2
         assert "../../" in line

@@ -35,7 +35,7 @@ class Results:
         (folder / "config/experiments/several.yaml").write_text(SEVERAL)
         summary = self.snakemake("--summary").splitlines()
         outputs = [line.split("\t")[0] for line in summary if line.startswith("results/")]
-        assert len(outputs) >= 50
+        assert len(outputs) >= 40
         for name in outputs:
             file = folder / name / "made_up.html" if name.endswith(("/tables", "/figures")) else folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -120,39 +120,10 @@ def several(several_done) -> Iterator[Results]:
 
 def test_all_tasks_of_a_model_are_one_job(several):
     assert several.jobs() == {}
-    (several.folder / "results/several/evals/base/more/scores.json").unlink()
-    assert several.jobs() == {"evaluate_tasks": 1, "report": 1}
-    several.edit("config/experiments/several.yaml", "more: 1", "more: 2")
-    assert several.jobs() == REPORTS | {"evaluate_tasks": 4}
-
-
-def test_what_was_evaluated_task_by_task_is_left_alone(several):
-    """Results of before `evaluate_tasks`: `evaluate` has written a benchmark of each task."""
-    results = several.folder / "results/several"
-    for scores in results.glob("evals/**/scores.json"):
-        benchmark = results / "benchmarks/evaluate" / f"{scores.parent.relative_to(results / 'evals')}.tsv"
-        benchmark.parent.mkdir(parents=True, exist_ok=True)
-        benchmark.write_text("made up")
-    several.snakemake("--touch", "--forceall")
-    assert several.jobs() == {}
-    (results / "evals/base/more/scores.json").unlink()
+    (several.folder / "results/several/evals/base/manifest.json").unlink()
     assert several.jobs() == {"evaluate": 1, "report": 1}
-
-
-def test_a_task_that_failed_does_not_cost_the_others(several):
-    """What the first attempt has written is there for the second; shell commands stand for the stage."""
-    results = several.folder / "results/several"
-    shutil.rmtree(results / "evals/base")
-    rule = several.folder / "workflow/rules/evaluate.smk"
-    before, _, after = rule.read_text().rpartition('"dvp evaluate')
-    _, _, after = after.partition('tee {log:q}"\n')
-    stands = '"test -e {output[0]} || {{ echo kept > {output[0]}; exit 1; }}; touch {output}"\n'
-    rule.write_text(before + stands + after)
-    goal = "results/several/evals/base/more/scores.json"
-    with pytest.raises(AssertionError):
-        several.snakemake(goal, "--cores", "1")
-    several.snakemake(goal, "--cores", "1")
-    assert (results / "evals/base/held_out/scores.json").read_text() == "kept\n"
+    several.edit("config/experiments/several.yaml", "more: 1", "more: 2")
+    assert several.jobs() == REPORTS | {"evaluate": 4}
 
 
 def test_a_comment_in_the_code_runs_nothing_again(results):
@@ -179,7 +150,7 @@ def test_the_documented_recipes_run_nothing_but_what_uses_them(results):
             "resolving the experiment smoke",
             f"training {run}",
             f"converting {run}",
-            f"evaluating {run} on held_out",
+            f"evaluating {run}",
             "drawing the report of smoke",
         }
         results.edit(EXPERIMENT, point, grid)
@@ -200,10 +171,10 @@ def test_a_bumped_version_makes_the_stage_again_and_what_follows(results):
     ("name", "jobs"),
     [
         ("data/train.parquet", {"prepare": 1, "base": 1, "train": 3, "convert": 3, **SCORES}),
-        ("base/model.safetensors", {"base": 1, "train": 3, "convert": 3, **SCORES}),
+        ("base/config.json", {"base": 1, "train": 3, "convert": 3, **SCORES}),
         (f"runs/{RUN}/metrics.jsonl", {"train": 1, "convert": 1, "evaluate": 1, "report": 1}),
         (f"models/{RUN}/model.safetensors", {"convert": 1, "evaluate": 1, "report": 1}),
-        (f"evals/{RUN}/held_out/samples.parquet", {"evaluate": 1, "report": 1}),
+        (f"evals/{RUN}/manifest.json", {"evaluate": 1, "report": 1}),
         ("report/estimates.parquet", {"report": 1}),
         ("config.yaml", REPORTS),
     ],
@@ -273,7 +244,7 @@ def test_a_model_along_training_may_go_when_it_has_been_evaluated(curve):
     results = curve.folder / "results/smoke_curve"
     shutil.rmtree(results / "models" / run)
     assert curve.jobs() == {}
-    (results / "evals" / run / "held_out/scores.json").unlink()
+    (results / "evals" / run / "manifest.json").unlink()
     assert curve.jobs() == {"convert": 1, "evaluate": 1, "report": 1}
 
 

@@ -77,8 +77,8 @@ def test_lint(snakemake):
         ("smoke_matrix", {"base": 1, "train": 2, "convert": 2, "evaluate": 12}),
         ("smoke_curve", {"base": 1, "train": 2, "convert": 6, "evaluate": 7}),
         ("smoke_evidence", {"base": 1, "train": 4, "convert": 4, "evaluate": 5, "mismatch": 1, "bias": 1}),
-        ("paper_8b", {"base_linked": 1, "preflight": 1, "train": 15, "convert": 15, "evaluate_tasks": 16}),
-        ("qwen3_0.6b", {"base_linked": 1, "preflight": 2, "train": 15, "convert": 15, "evaluate_tasks": 16}),
+        ("paper_8b", {"base": 1, "preflight": 1, "train": 15, "convert": 15, "evaluate": 16}),
+        ("qwen3_0.6b", {"base": 1, "preflight": 2, "train": 15, "convert": 15, "evaluate": 16}),
     ],
 )
 def test_dry_run(snakemake, place, experiment, jobs):
@@ -99,7 +99,7 @@ def test_base_models_are_made_together_or_one_alone(snakemake, experiment, jobs)
     assert (counts["base"], counts["train"], counts["report"]) == jobs
 
 
-def test_a_rehearsal_is_told_what_a_training_job_may_take(snakemake):
+def test_a_preflight_is_told_what_a_training_job_may_take(snakemake):
     """A profile declares it; without one it is all that the machine has. (Jobs of a dry run have one core.)"""
     settings = ("-n", "-p", "--config", "experiment=paper_8b_ablations", "results=there")
     for profile, expected in ((("--profile", "slurm"), ["96000", "96000"]), ((), [])):
@@ -165,11 +165,11 @@ def test_a_cluster_is_described_by_the_variables_of_the_profile():
         text, found = re.subn(rf"(?m)^(  {name}:) +\S+", rf"\1 {value}", text, count=1)
         assert found == 1
     profile = yte.process_yaml(text, require_use_yte=True)
-    gpu_rules = ("train", "preflight", "evaluate", "evaluate_tasks", "mismatch", "bias")
+    gpu_rules = ("train", "preflight", "evaluate", "mismatch", "bias")
     assert {asked_for(profile, rule, "gres") for rule in gpu_rules} == {"gpu:h200:8"}
     assert {asked_for(profile, rule, "cpus_per_task") for rule in gpu_rules} == {48}
     assert {asked_for(profile, rule, "mem_mb") for rule in ("train", "preflight")} == {400_000}
-    assert (asked_for(profile, "train", "runtime"), asked_for(profile, "preflight", "runtime")) == (2880, 120)
+    assert (asked_for(profile, "train", "runtime"), asked_for(profile, "preflight", "runtime")) == (2880, 180)
 
 
 def test_a_training_job_that_is_tried_again_asks_for_no_more_memory():
@@ -197,7 +197,7 @@ def test_a_training_job_that_is_tried_again_asks_for_no_more_memory():
 )
 def test_a_step_and_a_further_sampler_go_through_the_same_rules(snakemake, experiment, run, step, by):
     """And prepare nothing else."""
-    goal = f"there/{experiment}/evals/{run}{step}{by}/held_out/scores.json"
+    goal = f"there/{experiment}/evals/{run}{step}{by}/manifest.json"
     arguments = ("-n", "--printshellcmds", goal, "--config", f"experiment={experiment}", "results=there")
     status, out, errors = snakemake(*arguments)
     assert status == 0, errors
@@ -206,7 +206,7 @@ def test_a_step_and_a_further_sampler_go_through_the_same_rules(snakemake, exper
     assert asked == [("train", run), ("convert", f"{run}{step}"), ("evaluate", f"{run}{step}{by}")]
     assert f"there/{experiment}/models/{run}{step}/conversion.json" in out
     assert f"there/{experiment}/logs/runs/{run}{step}/convert.log" in out
-    assert f"there/{experiment}/logs/runs/{run}{step}{by}/evaluate-held_out.log" in out
+    assert f"there/{experiment}/logs/runs/{run}{step}{by}/evaluate.log" in out
 
 
 def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_policy_can_be_measured(snakemake, place):
@@ -219,7 +219,7 @@ def test_a_run_with_settings_of_its_own_waits_for_its_own_preflight_and_its_poli
     )
     settings = "group_size~2/prompts_per_step~8/steps~2"
     goals = (
-        f"there/axes/evals/method~otb/engine~fp32/rho~none/{settings}/seed~0/held_out/scores.json",
+        f"there/axes/evals/method~otb/engine~fp32/rho~none/{settings}/seed~0/manifest.json",
         "there/axes/mismatch/method~rloo/engine~fp32/rho~none/group_size~2/by~coarse/seed~0/mismatch.json",
         "there/axes/preflight/engine~fp32/group_size~4/preflight.json",
     )
@@ -326,9 +326,8 @@ def test_a_run_waits_for_its_own_preflight_and_is_not_made_again_for_another_eng
     assert train("fp32", "coarse", "bf16") == (0, [("preflight", "bf16"), ("method", "bf16")])
 
 
-@pytest.mark.parametrize("stage", ["train.json", "../../../../../data/manifest.json"])
-def test_a_tool_that_does_not_work_here_is_refused_before_the_first_job_that_leads_to_it(tmp_path, monkeypatch, stage):
-    """On a cluster, which goes on with what does not depend on a failed job, as well. What never calls it is made."""
+def test_a_tool_that_does_not_work_here_is_refused_before_training(tmp_path, monkeypatch):
+    """By the job that makes the base model, on the machine where it runs."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for file in Path("/usr/bin").iterdir():
@@ -341,10 +340,10 @@ def test_a_tool_that_does_not_work_here_is_refused_before_the_first_job_that_lea
     shutil.copy(ROOT / "Snakefile", tmp_path)
     file = tmp_path / "config/experiments/programs.yaml"
     file.write_text("name: programs\nextends: smoke\ntools: {kind: python, max_answer_tokens: 16}\n")
-    goal = f"there/programs/runs/method~rloo/engine~fp32/rho~none/seed~0/{stage}"
+    goal = "there/programs/runs/method~rloo/engine~fp32/rho~none/seed~0/train.json"
     snakemake = [sys.executable, "-m", "snakemake", "--cores", "2", "--keep-going"]
     done = subprocess.run(
-        [*snakemake, "--config", "experiment=programs", "results=there", "--", os.path.normpath(goal)],
+        [*snakemake, "--config", "experiment=programs", "results=there", "--", goal],
         cwd=tmp_path,
         check=False,
         capture_output=True,
@@ -353,13 +352,10 @@ def test_a_tool_that_does_not_work_here_is_refused_before_the_first_job_that_lea
     )
     output = done.stdout + done.stderr
     assert "Traceback" not in output
-    if stage == "train.json":
-        assert done.returncode == 1
-        assert "tools.kind: python needs bubblewrap (`bwrap`), which is not installed on this machine" in output
-        assert not (tmp_path / "there/programs/data").exists()
-        assert not (tmp_path / "there/programs/base").exists()
-    else:
-        assert done.returncode == 0, output
+    assert done.returncode == 1
+    assert "tools.kind: python needs bubblewrap (`bwrap`), which is not installed on this machine" in output
+    assert not (tmp_path / "there/programs/base").exists()
+    assert not (tmp_path / "there/programs/runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ app = typer.Typer(
 )
 
 
-EXTRAS = {"diagnose-rollouts": "diagnose", "keys": "diagnose", "list": "diagnose", "plan": "diagnose"}
+EXTRAS = {"diagnose-rollouts": "diagnose", "list": "diagnose", "plan": "diagnose"}
 EXTRAS |= {"mismatch": "mismatch"}  # what pip has to install for a verb; for the others `pipeline`
 LARGEST = 1e9  # of a price, a length or megabytes: more is a slip, and what follows from it may be infinite
 LARGEST_SEED = 2**32 - 1  # of dvp.strict.Seed
@@ -148,14 +148,6 @@ def list_(results: Annotated[Path, _path("FOLDER", "where results go")] = Path("
     print(experiments(results))
 
 
-@app.command(rich_help_panel=EXPERIMENT)
-def keys(key: Annotated[str | None, typer.Argument(help="a key or a group of keys")] = None) -> None:
-    """Say what a key of an experiment means, or list the groups of keys."""
-    from dvp.experiment import listing
-
-    print(listing.keys(key))
-
-
 SETTINGS = _option("KEY=VALUE…", "as Snakemake's: experiment=NAME results=FOLDER", show_default="config/config.yaml")
 Card = Literal["rtx3090", "rtx4090", "a6000", "l40s", "a100-40", "a100", "h100", "h200", "cpu"]
 GPU = _option(
@@ -179,8 +171,8 @@ def plan(
 ) -> None:
     """Estimate an experiment's cost before submitting it.
 
-    Prints jobs, GPU-hours, wall time, disk and money by stage and by method: from recorded times where the experiment
-    has run, from a stated estimate where not. Writes nothing and needs neither GPU nor network.
+    Prints jobs, GPU-hours, disk and money by stage, the least time, and what the estimate rests on. Writes nothing and
+    needs neither GPU nor network.
     """
     from dvp.experiment.loading import load_experiment, read_settings
     from dvp.files import dump_json
@@ -189,9 +181,7 @@ def plan(
 
     settings = read_settings([*(config or []), *(more or [])])
     loaded = load_experiment(settings["experiment"])
-    folder = Path(settings["results"]) / loaded.name
-    options = {"gpu": gpu, "gpus": gpus, "price": price, "response_tokens": response_tokens}
-    made = make_plan(loaded, folder, **options)
+    made = make_plan(loaded, gpu=gpu, gpus=gpus, price=price, response_tokens=response_tokens)
     print(dump_json(made) if json else render(made))
 
 
@@ -260,15 +250,13 @@ def convert(config: Config, run: RunPath, threads: Threads = 1) -> None:
     """
 
 
-TASK = _option("TASK", "held_out, or an evaluation source", show_default="all tasks that are not done yet")
-
-
 @verb(MEASUREMENT, "dvp.evaluation.stage")
-def evaluate(config: Config, run: RunPath, task: Annotated[str | None, TASK] = None, threads: Threads = 1) -> None:
-    """Sample a model on its tasks and score it.
+def evaluate(config: Config, run: RunPath, threads: Threads = 1) -> None:
+    """Sample a model on all its tasks and score it.
 
     Runs lm-eval over vLLM; writes evals/RUN/TASK/samples.parquet (every sample) and scores.json (avg@k, pass@k, maj@k
-    with intervals). RUN `base` is the model before RL; RUN/by~ENGINE/min_p~RHO samples it with another engine, or from
+    with intervals), and evals/RUN/manifest.json when all tasks are done; a task that is done is kept. RUN `base` is
+    the model before RL; RUN/by~ENGINE/min_p~RHO samples it with another engine, or from
     the safe vocabulary at ρ, if evaluation.also of the experiment asks for that.
     """
 

@@ -13,7 +13,7 @@ from dvp.experiment.grid import GridPoint, Sampler
 pytestmark = pytest.mark.slow
 
 RHO = "0.01"
-PUZZLES = {"kind": "generated", "generator": "shortest_path", "count": 5000, "seed": 0, "steps": [5, 5]}
+PUZZLES = {"kind": "generated", "generator": "graph_color", "count": 5000, "seed": 0, "steps": [5, 5]}
 NAIVE = GridPoint(method="rloo", engine="coarse")
 DVP = GridPoint(method="dvp", engine="coarse", rho=RHO)
 ALSO = [{"engine": "training"}, {"engine": "training", "rho": "own"}, {"rho": "own"}]

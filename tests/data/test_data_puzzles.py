@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dvp.data import graph_color, shortest_path
+from dvp.data import graph_color
 from dvp.data.puzzles import Puzzle, is_puzzle, read
 from dvp.data.stories import Story
 from dvp.data.verifier import check_reference, grade
@@ -21,8 +21,6 @@ LINE = {"vertices": [0, 1, 2], "edges": [[0, 1], [1, 2]], "color_options": [1, 2
 COLORS = Puzzle("graph_color", '{"0": 1, "1": 2, "2": 3}', {"puzzle": LINE})
 PUZZLES = pytest.mark.parametrize("puzzle", [PATH, CLOSED, COLORS])
 GRAPHS = list(graph_color.generate(300, seed=7, steps=(4, 6)))
-GRIDS = list(shortest_path.generate(300, seed=7))
-MOVES = {"right": (0, 1), "down": (1, 0), "left": (0, -1), "up": (-1, 0)}
 
 
 def text(**fields) -> str:
@@ -154,62 +152,3 @@ def test_graphs_are_coloured_and_careless_ones_by_mistake():
                     assert rate == 0.35 or (color in taken) == bool(rate)
                     chances, slips = chances + (rate == 0.35), slips + (rate == 0.35 and color in taken)
     assert slips / chances == pytest.approx(0.35, abs=0.05)  # more than three standard errors
-
-
-def places(grid, mark: str) -> list[tuple[int, int]]:
-    return [(i, j) for i, row in enumerate(grid) for j, cell in enumerate(row) if cell == mark]
-
-
-def moved(grid, cell, name: str) -> tuple[int, int] | None:
-    """Where a move leads, or None if that is blocked or outside."""
-    i, j = cell[0] + MOVES[name][0], cell[1] + MOVES[name][1]
-    inside = i in range(len(grid)) and j in range(len(grid[0]))
-    return (i, j) if inside and grid[i][j] != "X" else None
-
-
-def distance(grid) -> int | None:
-    """The fewest moves from * to #."""
-    reached, count = set(places(grid, "*")), 0
-    while not reached & set(places(grid, "#")):
-        further = reached | {after for cell in reached for name in MOVES if (after := moved(grid, cell, name))}
-        if further == reached:
-            return None
-        reached, count = further, count + 1
-    return count
-
-
-def parted(solution: str, sign: str) -> tuple[str, list[list[str]], str]:
-    """The first line, each move's cell, direction and next cell, and the answer."""
-    first, *lines, last = solution.splitlines()
-    moves = [line.removesuffix(".").split(f" {sign} ") for line in lines]
-    return first, [[*left.rsplit(" ", 1), after] for left, after in moves], last.removeprefix("Answer: ")
-
-
-def test_worked_paths_are_shortest_and_careless_ones_go_alike():
-    rng, slips, lines, closed = random.Random(0), 0, 0, 0
-    for puzzle in GRIDS:
-        grid = [line.split(" ") for line in puzzle.problem.splitlines()]
-        assert read(puzzle.answer).metadata == {"matrix": grid}
-        first, moves, answer = parted(puzzle.solution, "=")
-        (start,), (goal,) = places(grid, "*"), places(grid, "#")
-        assert first == "{} {} to {} {}.".format(*start, *goal)
-        cell = start
-        for before, name, after in moves:
-            assert before == "{} {}".format(*cell)
-            cell = moved(grid, cell, name)
-            assert after == "{} {}".format(*cell)
-        assert answer == (" ".join(name for _, name, _ in moves) or "infeasible")
-        assert len(moves) == (distance(grid) or 0)
-        assert grade("Answer: infeasible", puzzle.answer) == (distance(grid) is None) == (cell != goal)
-        closed += distance(grid) is None
-        for rate in (0.0, 0.35, 1.0):
-            other_first, others, said = parted(shortest_path.careless(puzzle, rate, rng), "is")
-            assert other_first == first
-            assert [one[::2] for one in others] == [one[::2] for one in moves]
-            names = [name for _, name, _ in others]
-            assert said == (" ".join(names) or answer)
-            wrong = sum(one[1] != other[1] for one, other in zip(moves, others, strict=True))
-            assert rate == 0.35 or wrong == rate * len(moves)
-            slips, lines = slips + wrong * (rate == 0.35), lines + len(moves) * (rate == 0.35)
-    assert slips / lines == pytest.approx(0.35, abs=0.06)  # more than three standard errors
-    assert 2 < closed < 60

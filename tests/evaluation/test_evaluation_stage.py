@@ -57,8 +57,8 @@ def sampled(monkeypatch) -> list[str]:
     return asked
 
 
-def evaluate(directory: ExperimentDir, task: str | None = None) -> None:
-    evaluation.evaluate(directory.folder / "config.yaml", "base", task, 1)
+def evaluate(directory: ExperimentDir) -> None:
+    evaluation.evaluate(directory.folder / "config.yaml", "base", 1)
 
 
 def test_a_task_that_fails_keeps_no_other_from_being_done(directory, sampled):
@@ -67,6 +67,8 @@ def test_a_task_that_fails_keeps_no_other_from_being_done(directory, sampled):
     with pytest.raises(DvpError, match="chains_2 fails"):
         evaluate(directory)
     assert sampled == ["fails", *TASKS]
+    manifest = directory.folder / "evals/base/manifest.json"
+    assert not manifest.exists()
     sampled.clear()
     kept = read_record(directory.folder / "tracking/evaluate-chains_3.json")
     evaluate(directory)
@@ -74,8 +76,8 @@ def test_a_task_that_fails_keeps_no_other_from_being_done(directory, sampled):
     again = read_record(directory.folder / "tracking/evaluate-chains_3.json")
     assert (again.status, again.results, again.files) == ("FINISHED", kept.results, kept.files)
     assert list(again.files)[-1] == "evals/base/chains_3/scores.json"
-    evaluate(directory, "chains_3")  # asked for by name
-    assert sampled == ["chains_2", "chains_3"]
+    results = {f"{task}/scores.json" for task in TASKS}
+    assert read_json(manifest) == {"files": {name: sha256_file(manifest.parent / name) for name in results}}
 
 
 @pytest.mark.parametrize(("right", "said"), [(0.0, "none"), (0.05, None), (1.0, "all")])
@@ -83,7 +85,7 @@ def test_a_base_that_gives_no_signal_is_named(directory, sampled, monkeypatch, c
     sample = evaluation.sampling()
     scores = {"samples": 20, "metrics": {"pass@1": {"value": right}}}
     monkeypatch.setattr(evaluation, "sampling", lambda *_: lambda *asked: sample(*asked) and scores)
-    evaluate(directory, "chains_3")
+    evaluate(directory)
     warning = f"warning: of the base model's 20 samples of chains_3 {said} are right: if training's problems are alike"
     assert (warning in capsys.readouterr().err) == (said is not None)
 

@@ -1,12 +1,8 @@
-"""What can be run and set is listed, each in a line."""
+"""What can be run is listed, each in a line."""
 
-import re
 from pathlib import Path
 
-import pytest
-
-from dvp.errors import DvpError
-from dvp.experiment.listing import experiments, keys
+from dvp.experiment.listing import experiments
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,24 +27,3 @@ def test_the_list_is_the_same_anywhere(monkeypatch, tmp_path):
     assert [line.split(maxsplit=2)[2:] for line in there if ": " in line] == [
         line.split(maxsplit=2)[2:] for line in here if ": " in line
     ]
-
-
-def test_a_key_is_told_with_its_group():
-    rho = "GridEntry.rho: One ρ or a list, for methods that take one: 0.01, 1e-2 or exp(-13)."
-    assert keys("rho").splitlines()[:2] == [rho, "    list of number or text; default none"]
-    assert keys("GridEntry").startswith("Every combination of its lists")
-    assert rho in keys("GridEntry")
-    assert "TrainingConfig: " in keys(None)
-    assert keys("training.gpus").startswith("TrainingConfig.gpus: ")
-    assert keys("mis").startswith("importance: mis: ")
-    with pytest.raises(DvpError, match=r"no key 'evaluation\.gpus'"):
-        keys("evaluation.gpus")
-    with pytest.raises(DvpError, match="no key 'group_sise'; did you mean group_size"):
-        keys("group_sise")
-
-
-def test_a_key_may_be_in_capitals_and_is_told_in_plain_text():
-    assert keys("RHO") == keys("rho")
-    assert keys("gridentry") == keys("GridEntry")
-    every = [keys(None), *(keys(line.partition(":")[0]) for line in keys(None).splitlines())]
-    assert not re.search(r"`|\]\(|^\|", "\n".join(every), re.MULTILINE)

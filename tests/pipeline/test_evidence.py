@@ -126,7 +126,7 @@ def test_another_experiment_takes_over_what_is_the_same(copy):
     value = yaml.safe_load((copy.folder / f"config/experiments/tests/{NAME}.yaml").read_text())
     path.write_text(yaml.safe_dump(value | {"name": "mine"}, sort_keys=False))
     run = "method~rloo/engine~coarse/rho~none/seed~0"
-    goal = f"results/mine/evals/{run}/held_out/scores.json"
+    goal = f"results/mine/evals/{run}/manifest.json"
     done = copy.snakemake(goal)
     assert done.returncode == 0, done.stdout[-2000:]
     for file in (f"runs/{run}/train.json", f"models/{run}/conversion.json", f"evals/{run}/held_out/scores.json"):

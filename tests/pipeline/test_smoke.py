@@ -214,7 +214,7 @@ def test_an_altered_model_is_refused_and_named(copy, dvp):
     scores = copy.smoke / "evals" / DVP_MIS / "held_out/scores.json"
     before = scores.read_bytes()
     status, line, everything = dvp(
-        "evaluate", "--config", copy.smoke / "config.yaml", "--run", DVP_MIS, "--task", "held_out", cwd=copy.folder
+        "evaluate", "--config", copy.smoke / "config.yaml", "--run", DVP_MIS, cwd=copy.folder
     )
     weights.write_bytes(whole)
     assert status == 2
@@ -244,7 +244,7 @@ def test_thirty_problems_are_sampled_four_times_each(copy, aime25):
         value["evaluation"]["samples_per_problem"]["aime25"] = 4
 
     copy.edit(use_aime25)
-    done = copy.snakemake("results/smoke/evals/base/aime25/scores.json")
+    done = copy.snakemake("results/smoke/evals/base/manifest.json")
     assert done.returncode == 0, done.stdout[-3000:]
     folder = copy.smoke / "evals/base/aime25"
     scores = json.loads((folder / "scores.json").read_text())

@@ -1,4 +1,4 @@
-"""What engine noise may add to a rehearsal's mismatch, and which run is rehearsed."""
+"""What engine noise may add to a preflight's mismatch, and which run it trains."""
 
 import math
 from pathlib import Path
@@ -13,8 +13,8 @@ from dvp.core.vocabulary_mismatch import kl
 from dvp.experiment.grid import GridEntry
 from dvp.experiment.loading import load_experiment
 from dvp.experiment.training import EngineConfig, Noise
+from dvp.preflight.brief import chosen_run, rules
 from dvp.preflight.checks import check_mismatch
-from dvp.preflight.rehearsal import rehearsed_run, rules
 from dvp.training.agreement import Compared
 
 ROOT = Path(__file__).parents[2]
@@ -110,13 +110,13 @@ RHO_3 = {"engine": ["coarse"], "rho": ["1e-3"]}
         ),
     ],
 )
-def test_which_run_is_rehearsed_and_what_is_proved(name, changes, grid, method, proved):
+def test_which_run_is_trained_and_what_is_proved(name, changes, grid, method, proved):
     """One that replays, and what its engine applies in the same way."""
     experiment = load_experiment(name, ROOT / "config")
     update = {"training": experiment.training.changed(**changes)} if changes else {}
     if grid is not None:
         update["grid"] = [GridEntry(**entry) for entry in grid]
     experiment = experiment.model_copy(update=update)
-    assert rehearsed_run(experiment, "coarse").method == method
+    assert chosen_run(experiment, "coarse").method == method
     if proved is not None:
         assert rules(experiment, "coarse") == proved

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from dvp.data import shortest_path
+from dvp.data import graph_color
 from dvp.data.prepare import EVAL_COLUMNS
 from dvp.data.stories import STORIES
 from dvp.errors import DvpError
@@ -69,11 +69,9 @@ def test_a_trained_base_is_an_ordinary_directory_and_the_same_every_time(experim
 
 @pytest.mark.slow
 def test_problems_that_are_evaluated_are_not_learnt_and_do_not_leave_the_warm_start_short(experiment):
-    """Of a grid of two by two cells there are but a few dozen puzzles."""
-    source = experiment.sources[experiment.base.source].model_copy(
-        update={"generator": "shortest_path", "steps": [2, 2]}
-    )
-    problems = {puzzle.problem for puzzle in shortest_path.generate(2000, seed=1, steps=(2, 2))}
+    """Of two or three vertices there are but a few graphs."""
+    source = experiment.sources[experiment.base.source].model_copy(update={"generator": "graph_color", "steps": [2, 3]})
+    problems = {puzzle.problem for puzzle in graph_color.generate(2000, seed=1, steps=(2, 3))}
     evaluated = set(sorted(problems)[: len(problems) // 2])
     documents = base._fresh(source, experiment.base, evaluated)
     assert len(documents) == experiment.base.tokenizer.documents

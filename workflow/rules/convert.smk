@@ -2,7 +2,14 @@ rule convert:
     input:
         needed("convert"),
     output:
-        multiext(f"{RESULTS}/models/{{run}}/", "conversion.json", *HUGGING_FACE),
+        multiext(
+            f"{RESULTS}/models/{{run}}/",
+            "conversion.json",
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ),
     log:
         f"{LOGS}/runs/{{run}}/convert.log",
     benchmark:

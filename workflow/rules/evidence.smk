@@ -1,9 +1,11 @@
+EVIDENCE = f"{config['results']}/evidence"
+
+
 rule evidence:
     input:
-        claims="config/claims.yaml",
+        claims=checked_claims,
         reports=[
-            f"{config['results']}/{name}/report/manifest.json"
-            for name in dict.fromkeys(config["evidence"].values())
+            f"{config['results']}/{name}/report/manifest.json" for name in dict.fromkeys(config["evidence"].values())
         ],
     output:
         f"{EVIDENCE}/claims.json",
@@ -20,10 +22,7 @@ rule evidence:
     benchmark:
         f"{EVIDENCE}/benchmark.tsv"
     params:
-        experiments=[
-            f"{key}={RESULTS.format(experiment=name)}"
-            for key, name in config["evidence"].items()
-        ],
+        experiments=[f"{key}={RESULTS.format(experiment=name)}" for key, name in config["evidence"].items()],
         folder=lambda wildcards, output: str(Path(output[0]).parent),
         version=STAGE_VERSIONS["evidence"],
     message:

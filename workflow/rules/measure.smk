@@ -16,7 +16,7 @@ rule mismatch:
         f"{LOGS}/mismatch/{{measurement}}.log",
     benchmark:
         f"{BENCHMARKS}/mismatch/{{measurement}}.tsv"
-    threads: gpus_each("mismatch")
+    threads: of_job("mismatch", "gpus")
     resources:
         **gpus("mismatch"),
     params:
@@ -46,7 +46,7 @@ rule bias:
         f"{LOGS}/bias/{{measurement}}.log",
     benchmark:
         f"{BENCHMARKS}/bias/{{measurement}}.tsv"
-    threads: gpus_each("bias")
+    threads: of_job("bias", "gpus")
     resources:
         **gpus("bias"),
     params:

@@ -10,7 +10,7 @@ rule preflight:
     benchmark:
         f"{BENCHMARKS}/preflight/{{engine}}.tsv"
     retries: 0  # what failed fails again
-    threads: gpus_each("preflight")
+    threads: of_job("preflight", "gpus")
     resources:
         **gpus("preflight"),
         stop_seconds=0,
@@ -18,7 +18,8 @@ rule preflight:
         config=RESOLVED,
         config_hash=config_hash("preflight"),
         version=STAGE_VERSIONS["preflight"],
-        memory=declared_memory,
+        # Slurm's own variables do not reach the job: a profile says what it may take.
+        memory=lambda wildcards, resources: (f"--memory-mb {resources.mem_mb}" if "mem_mb" in resources.keys() else ""),
     message:
         "preflight of a run with engine {wildcards.engine}"
     shell:

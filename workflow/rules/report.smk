@@ -1,3 +1,10 @@
+from dvp.analysis.shown import shown
+from dvp.files import sha256_json
+
+# As a caption reads it (workflow/report/shown.rst).
+config["shown"] = {kind: shown(kind) for kind in ("tables", "figures")}
+
+
 rule report:
     input:
         config=rules.resolve.output,
@@ -17,14 +24,14 @@ rule report:
             patterns=["{table}.html"],
             caption="../report/shown.rst",
             category="{experiment}",
-            labels=titled("tables"),
+            labels=lambda wildcards: {"show": config["shown"]["tables"][wildcards.table]["title"]},
         ),
         report(
             directory(f"{RESULTS}/figures"),
             patterns=["{figure}.svg"],
             caption="../report/shown.rst",
             category="{experiment}",
-            labels=titled("figures"),
+            labels=lambda wildcards: {"show": config["shown"]["figures"][wildcards.figure]["title"]},
         ),
         report(
             f"{RESULTS}/report/responses.html",

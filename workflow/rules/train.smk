@@ -17,7 +17,7 @@ rule train:
         f"{BENCHMARKS}/train/{{run}}.tsv"
     # The longest jobs begin first: a short one fills the time until the last of them ends.
     priority: 1
-    threads: gpus_each("train")
+    threads: of_job("train", "gpus")
     resources:
         **gpus("train"),
         stop_seconds=0,

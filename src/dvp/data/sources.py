@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dvp.data import graph_color, shortest_path, stories
+from dvp.data import graph_color, stories
 from dvp.data.verifier import unboxed
 from dvp.errors import DvpError
 from dvp.experiment.data import FileSource, GeneratedSource, HubSource
@@ -27,7 +27,6 @@ GENERATORS = {
     "chains": stories.CHAINS,
     "tales": stories.TALES,
     "wide_tales": stories.WIDE_TALES,
-    "shortest_path": shortest_path,
     "graph_color": graph_color,
 }
 """Generators by the name that a source gives; each has `generate` and `careless`, see dvp.data.stories."""

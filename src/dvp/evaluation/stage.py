@@ -10,31 +10,31 @@ from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.experiment.grid import Sampler
 from dvp.experiment.jobs import BASE, Job
-from dvp.files import read_json, sha256_file
+from dvp.files import read_json, sha256_file, write_json
 from dvp.gpus import claim
 from dvp.rollout.engine import make_engine
 from dvp.rollout.vllm import configure_environment
 from dvp.stage import Inputs, read_inputs, run_stage
 
+MANIFEST = "manifest.json"  # written when all tasks of a model are done
 ENGINE_SEQUENCES = 256  # sequences that the engine samples at once
 
 Sample = Callable[[str, Path], dict]
 """Function (task, folder) that writes folder/samples.parquet and returns the scores; see runner.evaluate."""
 
 
-def evaluate(config: Path, path: str, task: str | None, threads: int) -> None:
-    """Evaluate a model: write evals/RUN/TASK/samples.parquet and scores.json for each task.
+def evaluate(config: Path, path: str, threads: int) -> None:
+    """Evaluate a model on its tasks, with one engine: write evals/RUN/TASK/ for each, and evals/RUN/manifest.json.
 
+    A task that is done is kept.
     path : the path of a run, of a run after a step (RUN/step~16), or `base`; followed by /by~ENGINE/min_p~RHO for a
         sampler of evaluation.also.
-    task : the one task to evaluate, even if it is done; None: all tasks that are not done, with one engine.
     threads : processor threads.
     Raises DvpError. A task that fails does not stop the others: the first error is raised at the end.
     """
     directory = ExperimentDir(config)
     experiment = directory.experiment
-    tasks = experiment.data.tasks if task is None else [task]
-    jobs = [experiment.job("evaluate", f"{path}/{task}") for task in tasks]
+    jobs = [experiment.job("evaluate", f"{path}/{task}") for task in experiment.data.tasks]
     run, sampler = jobs[0].run, jobs[0].sampler
     claim(jobs[0].gpus)
     configure_environment(threads)
@@ -44,19 +44,23 @@ def evaluate(config: Path, path: str, task: str | None, threads: int) -> None:
     made_by, model_result = directory.model(run)
     inputs = {made_by: model_result, "prepare": directory.result("prepare")}
     read_inputs(directory, inputs, run and run.path)  # once: a model may have tens of gigabytes
+    tasks = experiment.data.tasks
     sample = sampling(experiment, tasks, model_result.parent, directory.data / "eval.parquet", sampler)
     failures = []
     for job in jobs:
         try:
-            _evaluate_task(directory, job, inputs, sample, again=task is not None)
+            _evaluate_task(directory, job, inputs, sample)
         except DvpError as error:
             failures.append(error)
     if failures:
         raise failures[0]
+    results = {task: directory.result("evaluate", job.path) for task, job in zip(tasks, jobs, strict=True)}
+    files = {f"{task}/{result.name}": sha256_file(result) for task, result in results.items()}
+    write_json(results[tasks[0]].parents[1] / MANIFEST, {"files": files})
 
 
-def _evaluate_task(directory: ExperimentDir, job: Job, inputs: Inputs, sample: Sample, *, again: bool) -> None:
-    """Evaluate one task of a model whose files have been verified. again : evaluate it even if it is done."""
+def _evaluate_task(directory: ExperimentDir, job: Job, inputs: Inputs, sample: Sample) -> None:
+    """Evaluate one task of a model whose files have been verified, unless it is done."""
     experiment, run, sampler, task = directory.experiment, job.run, job.sampler, job.task
     assert sampler is not None
     assert task is not None
@@ -67,7 +71,7 @@ def _evaluate_task(directory: ExperimentDir, job: Job, inputs: Inputs, sample: S
     of = {"run": run.path if run else None, "task": called}
     config_hash = experiment.config_hash("evaluate", job.path)
     with run_stage("evaluate", directory, result, config_hash, inputs, verify=False, **of) as stage:
-        done = not again and stage.is_done()
+        done = stage.is_done()
         if not done and stage.reuse():
             return
         shown = experiment.evaluation.model_dump(mode="json", exclude={"also"})

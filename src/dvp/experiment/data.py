@@ -24,7 +24,7 @@ class Columns(Strict):
     """The data set's own name of the row."""
 
 
-MOST_STEPS = {"sums": 2, "chains": 13, "shortest_path": 12, "graph_color": 12}
+MOST_STEPS = {"sums": 2, "chains": 13, "graph_color": 12}
 """Largest steps by generator. In chains of 17 rounds or more no three changes keep the numbers in range, in 16 almost
 none do; of random graphs with 20 vertices almost none have a colouring."""
 
@@ -41,26 +41,25 @@ class GeneratedSource(Strict):
         "chains",
         "tales",
         "wide_tales",
-        "shortest_path",
         "graph_color",
     ]
     """stories: sums told as short stories, in pseudo-words; english_stories: the same in plain English, for pretrained
     models; sums: such as "What is 34 + 12?"; products: products of two numbers of two digits, for a calculator; chains:
     rounds of three small sums; tales: stories whose solutions are told with words from a long natural tail, of 13,000
-    words; wide_tales: of 208,000; shortest_path, graph_color: puzzles of reasoning-gym that can have several solutions;
-    its verifier takes any."""
+    words; wide_tales: of 208,000; graph_color: puzzles of reasoning-gym that have several solutions, of which its
+    verifier takes any."""
     count: Positive
     """Problems."""
     seed: Seed
     """Of the problems: the same seed makes the same ones."""
     steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [2, 4]
     """Fewest and most steps of a problem; of sums, digits of a number: 1 or 2; of chains, rounds: 13 at most; of
-    shortest_path, rows and columns, of graph_color, vertices: 2 to 12."""
+    graph_color, vertices: 2 to 12."""
 
     @property
     def several_solutions(self) -> bool:
         """Return whether its problems can have several correct solutions."""
-        return self.generator in ("shortest_path", "graph_color")
+        return self.generator == "graph_color"
 
     @model_validator(mode="after")
     def _in_range(self) -> "GeneratedSource":
@@ -92,7 +91,7 @@ class HubSource(_Table):
     revision: Revision
     """The commit of the data set's repository."""
     problems: Positive | None = None
-    """How many problems it has; `dvp plan` uses it until `dvp prepare` has counted them."""
+    """How many problems it has, by which `dvp plan` counts."""
 
 
 class FileSource(_Table):

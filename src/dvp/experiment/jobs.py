@@ -35,7 +35,18 @@ class Job:
     """The sampler of an evaluation."""
     measurement: Measurement | None = None
     asked: bool = True
-    """False for a preflight that no run waits for, but that can be requested by hand."""
+    """False for a job that is done by request or for another job alone: a preflight that no run waits for, and the
+    conversion of a model along training, which may be deleted once it is evaluated."""
+
+    @property
+    def gres(self) -> str:
+        """The GPUs of each node as Slurm asks for them; its plugin's own setting counts those of all nodes together."""
+        return f"gpu:{self.gpus}"
+
+    @property
+    def accelerators(self) -> int:
+        """The GPUs of all nodes."""
+        return self.gpus * self.nodes
 
 
 def together(stage: str, path: str) -> tuple[str, str]:
@@ -53,14 +64,14 @@ def list_jobs(experiment: "Experiment") -> Iterator[Job]:
     problems, base = ("prepare", ""), ("base", "")
     yield Job("prepare")
     yield Job("base", after=(problems,))
-    rehearsed = experiment.preflights
+    preflights = experiment.preflights
     for path, engine in {point.preflight: point.engine for point in experiment.points}.items():
-        yield Job("preflight", path, (problems, base), **of_training, engine=engine, asked=path in rehearsed)
+        yield Job("preflight", path, (problems, base), **of_training, engine=engine, asked=path in preflights)
     for run in experiment.runs:
-        waits = (("preflight", run.preflight),) if run.preflight in rehearsed else ()
+        waits = (("preflight", run.preflight),) if run.preflight in preflights else ()
         yield Job("train", run.path, (problems, base, *waits), **of_training, run=run, engine=run.engine)
     for run in (*experiment.runs, *experiment.snapshots):
-        yield Job("convert", run.path, (base, ("train", whole_run(run.path))), run=run)
+        yield Job("convert", run.path, (base, ("train", whole_run(run.path))), run=run, asked=run.step is None)
 
     def sampling(run: Run | None, engine: str) -> dict:
         model = base if run is None else ("convert", run.path)

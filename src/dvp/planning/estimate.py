@@ -1,6 +1,7 @@
 """Cost of each job of an experiment on one kind of device: its amount of work, put into the roofline of costs.py."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,23 @@ class Estimate:
         mean = RESPONSE_SHARE * longest if self.response_tokens is None else min(self.response_tokens, longest)
         return Lengths(self._prompt_tokens, mean, longest)
 
-    def step(self, engine: str) -> dict[str, float]:
-        """Return the seconds of a training step with this engine, by part (costs.step_seconds)."""
-        zero, dtype = self._zero["stage"], self.experiment.trainer_dtype
-        engine_config = self.experiment.engines[engine]
+    def step(self, engine: str, *, longest: bool = False) -> dict[str, float]:
+        """Return the seconds of a training step with this engine, by part (costs.step_seconds).
+
+        longest : whether all responses have the maximum length and are trained on.
+        """
+        zero, dtype, lengths = self._zero["stage"], self.experiment.trainer_dtype, self.lengths()
+        if longest:
+            lengths = replace(lengths, response=lengths.longest)
         return costs.step_seconds(
-            self.model, self.training, engine_config, self.device, self.lengths(), zero, dtype, USEFUL
+            self.model,
+            self.training,
+            self.experiment.engines[engine],
+            self.device,
+            lengths,
+            zero,
+            dtype,
+            useful=1.0 if longest else USEFUL,
         )
 
     def train_seconds(self, step: float) -> float:
@@ -129,9 +141,9 @@ class Estimate:
             case "base":
                 downloaded = costs.BYTES["bfloat16"] * self.model.parameters
                 return downloaded / DOWNLOAD, downloaded
-            case "preflight":  # four processes sample three batches of the longest responses
-                step = self.step(job.engine)
-                return 4 * start + 3 * step["rollout"] + 2 * step["synchronise"], 0
+            case "preflight":  # four processes sample three batches of the longest responses and train on two
+                step = self.step(job.engine, longest=True)
+                return 4 * start + 3 * step["rollout"] + 2 * (step["update"] + step["synchronise"]), 0
             case "train":
                 kept = len(experiment.evaluated_steps(job.run)) * whole
                 seconds = self.train_seconds(sum(self.step(job.engine).values())) + kept / DISK

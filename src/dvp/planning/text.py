@@ -1,4 +1,4 @@
-"""Text of a plan: a heading, tables by stage and by method, and notes."""
+"""Text of a plan: a heading, a table by stage, and notes."""
 
 from collections.abc import Callable, Iterator
 from textwrap import fill
@@ -6,18 +6,14 @@ from typing import Any
 
 from tabulate import tabulate
 
-from dvp.experiment.grid import setting_as_written
-from dvp.progress import setting_as_read
-
 
 def render(plan: dict[str, Any]) -> str:
-    """Write the plan that `make_plan` returned as tables by stage and by method, with notes on the numbers' sources."""
+    """Write the plan that `make_plan` returned: a heading, a table by stage, and notes on what the numbers rest on."""
     unit, price, total = plan["unit"], plan["price"], plan["total"]
 
     def costs(row: dict[str, Any]) -> dict[str, str]:
         paid = {} if price is None else {"money": _number(row["money"])}
-        counts = {source: str(count) for source, count in row["from"].items()}
-        return {f"{unit}-hours": _number(row["gpu_hours"])} | paid | {"disk": _size(row["disk"])} | counts
+        return {f"{unit}-hours": _number(row["gpu_hours"])} | paid | {"disk": _size(row["disk"])}
 
     stages = [
         {
@@ -30,33 +26,22 @@ def render(plan: dict[str, Any]) -> str:
         for row in plan["stages"]
     ]
     stages.append(dict.fromkeys(stages[0], "") | {"stage": "all", "jobs": str(total["jobs"])} | costs(total))
-    methods = [
-        {
-            "method": row["label"],
-            "engine": row["engine"],
-            **{setting_as_read(key): setting_as_written(value) for key, value in row["settings"].items()},
-            "runs": str(row["runs"]),
-            "jobs": str(row["jobs"]),
-            **costs(row),
-        }
-        for row in plan["methods"]
-    ]
-    shared = {"method": "shared", "jobs": str(plan["shared"]["jobs"])}
-    methods.append(dict.fromkeys(methods[0], "") | shared | costs(plan["shared"]))
     hours = total["gpu_hours_range"]
     summary = [
         f"responses of {plan['response_tokens']:,.0f} tokens ({plan['response_tokens_from']})",
-        f"{_time(plan['hours_wall'])}{_between(plan['hours_wall_range'], _time)} with {plan['gpus']} "
-        f"{unit}{'s' if plan['gpus'] > 1 else ''} at once",
         f"{_number(total['gpu_hours'])} {unit}-hours{_between(hours, _number)}",
         *([] if price is None else [f"{_number(total['money'])}{_between(hours, _number, price)} at {price:g} each"]),
+        f"at least {_time(plan['hours_least'])}{_between(plan['hours_least_range'], _time)} with {plan['gpus']} "
+        f"{unit}{'s' if plan['gpus'] > 1 else ''} at once",
         _size(total["disk"]),
     ]
     notes = (fill(note, 118, initial_indent="- ", subsequent_indent="  ") for note in _notes(plan))
-    tables = [_table(stages, left=1), _table(methods, left=2)]
     heading = f"{plan['experiment']} on {plan['device']}: {'; '.join(summary)}"
     heading = fill(heading, 118, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n\n".join([heading, *tables, "\n".join(notes)])
+    cells = [list(stages[0]), *(list(row.values()) for row in stages)]
+    align = ["left"] + ["right"] * (len(stages[0]) - 1)
+    table = tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True)
+    return "\n\n".join([heading, table, "\n".join(notes)])
 
 
 def _between(range_: list[float], write: Callable[[float], str], each: float = 1) -> str:
@@ -77,12 +62,9 @@ def _notes(plan: dict[str, Any]) -> Iterator[str]:
     yield f"the longest chain of jobs takes {longest}, however many {plan['unit']}s there are"
     yield f"a run that writes a checkpoint needs {_size(plan['checkpoint'])} of disk more, for that time"
     for engine, step in plan["step"].items():
-        yield f"a training step with engine {engine}, estimated: {_step(step)}"
-        if measured := plan["preflights"].get(engine):
-            yield f"the same, by its preflight on {measured['device']}: {_step(measured['step'])}"
+        yield f"a training step with engine {engine}: {_step(step)}"
     yield from _memory(plan)
-    yield "recorded: the job's own times, on the machine that it ran on; inferred: from recorded times of jobs like it"
-    yield from (f"estimated: {sentence}" for sentence in plan["assumptions"])
+    yield from (f"assumed: {sentence}" for sentence in plan["assumptions"])
 
 
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
@@ -97,22 +79,13 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
             f"in a rollout with engine {engine}: at most {_size(sampling['bytes'])}; its cache holds "
             f"{max(sampling['cached_sequences'], 0):.0f} of the longest sequences"
         )
-        # A preflight that passed on such a GPU has shown that training fits.
-        rehearsed = plan["preflights"].get(engine, {"is_this_device": False})["is_this_device"]
-        if not rehearsed and (max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1):
-            yield f"warning: training with engine {engine} may not fit on this GPU"
+        if max(updating, sampling["bytes"]) > room or sampling["cached_sequences"] < 1:
+            yield f"warning: training with engine {engine} may not fit on this GPU; a preflight shows it"
 
 
 def _step(step: dict[str, float]) -> str:
     rollout, update, weights = step["rollout"], step["update"], step["synchronise"]
     return f"rollout {rollout:.3g} s, update {update:.3g} s, weights to the engine {weights:.2g} s"
-
-
-def _table(rows: list[dict[str, str]], left: int) -> str:
-    """Write rows as a plain table, the first `left` columns flush left and the others flush right."""
-    align = ["left"] * left + ["right"] * (len(rows[0]) - left)
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    return tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True)
 
 
 def _number(value: float) -> str:

@@ -72,13 +72,14 @@ def _as_process(directory: ExperimentDir, work: Path, command: list[str], thread
     configure_environment(threads)  # before anything imports vllm or transformers
     import torch
 
-    from dvp.preflight import rehearsal
+    from dvp.preflight import processes
+    from dvp.preflight.brief import brief
     from dvp.training import launch
 
     torch.set_num_threads(threads)
     engine = directory.experiment.points[0].engine
-    directory.experiment = rehearsal.rehearsed(directory.experiment)
-    act = getattr(rehearsal, process)
+    directory.experiment = brief(directory.experiment)
+    act = getattr(processes, process)
     try:
         if process in ("train", "resume"):
             command = [*command, "--process", process]
@@ -123,8 +124,7 @@ def _all(stage: Stage, directory: ExperimentDir, command: list[str], stop_second
         _process("resume", command, report, work)
         found = report.read()
         report.add("memory", check_memory(found["peaks"], memory))
-        tokens = training.prompts_per_step * training.group_size * training.max_response_tokens
-        report.add("save", check_save(leaving, found["seconds"]["update_token"] * tokens, stop_seconds))
+        report.add("save", check_save(leaving, found["seconds"]["update"], stop_seconds))
         _process("convert", command, report, work)
         _process("evaluate", command, report, work)
         done = result(passed=True)

@@ -47,10 +47,3 @@ def _outputs(folder: Path, record: Record) -> list[Path]:
     benchmark = folder / "benchmarks" / f"{stage}/{of}".rstrip("/")
     benchmark = benchmark.with_name(f"{benchmark.name}.tsv")
     return [result, *(result.parent / file for file in content["files"]), *[benchmark] * benchmark.is_file()]
-
-
-def was_read(source: str, digest: str, manifest: Path) -> bool:
-    """Check by the manifest of `dvp prepare` whether it read a source's file with this SHA-256."""
-    with contextlib.suppress(DvpError, LookupError, TypeError):
-        return read_json(manifest)["sources"][source]["description"]["sha256"] == digest
-    return False

@@ -194,11 +194,11 @@ class Loop:
     def step(self, step: int) -> dict:
         """Take one step (1-based) and return its row of metrics.jsonl."""
         times = [time.perf_counter()]
-        rows = prompt_rows(len(self.problems.prompts), self.config.prompts_per_step, step, self.run.seed)
+        rows = self.rows(step)
         completions = self.sample(step, rows)
         times.append(time.perf_counter())
 
-        rollout = self.problems.graded(rows, completions)
+        rollout = self.graded(rows, completions)
         rollout = replace(rollout, batch=self.trainer.sharing_prompts(rollout.batch))
         times.append(time.perf_counter())
 
@@ -206,7 +206,7 @@ class Loop:
         times.append(time.perf_counter())
 
         if step % self.config.synchronise_every == 0:
-            self.engine.load_weights(self.trainer.weights())
+            self.synchronise()
         times.append(time.perf_counter())
 
         seconds = [after - before for before, after in pairwise(times)]
@@ -261,6 +261,10 @@ class Loop:
             self.trainer.scale_learning_rate(self.learning_rate_share.value)
         self.collapse.observe(row["step"], row)
 
+    def rows(self, step: int) -> list[int]:
+        """Return the rows of the problems that a step trains on."""
+        return prompt_rows(len(self.problems.prompts), self.config.prompts_per_step, step, self.run.seed)
+
     def sample(self, step: int, rows: list[int]) -> list[list[Completion]]:
         """Sample the group of responses to each prompt; every engine samples those to its share of the prompts.
 
@@ -280,18 +284,34 @@ class Loop:
         # Ranks that share an engine wait for each other all the time, so none of them can leave alone.
         with self.stop.abandonable(self.engine.ranks == 1):
             try:
-                completions = self.engine.generate([self.problems.prompts[row] for row in mine], sampling, seeds)
+                completions = self.generate([self.problems.prompts[row] for row in mine], sampling, seeds)
             except DvpError:
                 raise
             except Exception as error:
                 raise DvpError(f"the engine died in the rollout ({in_a_line(error)}); run again to continue") from error
-        self.engine.sleep(keep_weights=step % self.config.synchronise_every != 0)
+        self.rest(step)
         # Sets are a step's largest data: they stay here until it is known which rank computes with them.
         known = [[replace(one, kept=one.kept and one.kept.without_ids()) for one in group] for group in completions]
         everyone = ranks.join(known, len(rows), self.engine.ranks)
         if ranks.rank() % self.engine.ranks == 0:
             everyone[ranks.own(self.engine.ranks)] = completions
         return everyone
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Completion]]:
+        """Sample this engine's share of the responses."""
+        return self.engine.generate(prompts, sampling, seeds)
+
+    def graded(self, rows: list[int], completions: list[list[Completion]]) -> Rollout:
+        """Reward the responses to these problems."""
+        return self.problems.graded(rows, completions)
+
+    def rest(self, step: int) -> None:
+        """Put the engine to sleep while the trainer works; it keeps weights that this step does not replace."""
+        self.engine.sleep(keep_weights=step % self.config.synchronise_every != 0)
+
+    def synchronise(self) -> None:
+        """Hand the trainer's weights to the engine."""
+        self.engine.load_weights(self.trainer.weights())
 
     def learn(self, step: int, rows: list[int], rollout: Rollout) -> dict:
         """Score, diagnose and record the responses to these problems, and update the weights; return the metrics."""

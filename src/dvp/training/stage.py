@@ -17,6 +17,7 @@ from dvp.files import only_writer, sha256_file
 from dvp.gpus import claim
 from dvp.progress import Progress
 from dvp.stage import read_inputs, run_stage
+from dvp.tools import make_tool
 from dvp.tracking.record import COLLAPSED
 from dvp.tracking.stage import StageRun
 from dvp.training import launch
@@ -41,6 +42,8 @@ def base(config: Path, threads: int) -> None:
     from dvp.training.base import make_base
 
     torch.set_num_threads(threads)
+    if experiment.tools is not None:
+        make_tool(experiment.tools)  # a tool that does not work on this machine is refused before hours of training
     with run_stage("base", directory, directory.result("base"), experiment.config_hash("base"), inputs) as stage:
         if stage.reuse():
             return
@@ -197,9 +200,10 @@ def run_engine(experiment: Experiment, run: Run, model: Path, max_model_len: int
     )
 
 
-def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
+def set_up(directory: ExperimentDir, run: Run, make_loop: "Callable[..., Loop] | None" = None) -> tuple["Loop", int]:
     """Set up the trainer, prompts and engine of a run, on every rank.
 
+    make_loop : makes the loop of these parts; Loop by default.
     Returns the loop, and how many prompts were left out because they are too long for the run.
     """
     import torch
@@ -236,4 +240,5 @@ def set_up(directory: ExperimentDir, run: Run) -> tuple["Loop", int]:
 
     recorder = ResponseRecorder(settings.keep_responses, settings.steps, tokenizer, tools=experiment.tools is not None)
     pad = padding_token(tokenizer)
-    return Loop(experiment, run, problems, prompts, pad, trainer, engine, recorder, grader), too_long
+    make_loop = make_loop or Loop
+    return make_loop(experiment, run, problems, prompts, pad, trainer, engine, recorder, grader), too_long

@@ -1,4 +1,4 @@
-"""A rehearsal as a job of two ranks."""
+"""A preflight as a job of two ranks."""
 
 import shutil
 
@@ -14,7 +14,7 @@ RUN = "method~dvp_mis/engine~coarse/rho~0.01/seed~0"
 
 @pytest.fixture
 def checkout(finished, tmp_path):
-    """The experiment with a run to be trained on two GPUs, after a rehearsal."""
+    """The experiment with a run to be trained on two GPUs, after a preflight."""
     checkout = finished.copy(tmp_path / "checkout")
     shutil.rmtree(checkout.run_folder(RUN))
     file = checkout.folder / "config/experiments/start/smoke.yaml"
@@ -25,14 +25,15 @@ def checkout(finished, tmp_path):
     return checkout
 
 
-def test_a_rehearsal_on_two_ranks_knows_what_the_profile_asks_for_and_training_waits_for_it(checkout, slurm):
+def test_a_preflight_on_two_ranks_knows_what_it_may_take(checkout, slurm):
+    """What the profile asks for; training waits for it."""
     status, _ = checkout.snakemake(f"results/smoke/runs/{RUN}/train.json").finish(timeout=900)
     assert status == 0
-    rehearsed, trained = slurm.accounts("AllocTRES", "State", "Start", "End")[-2:]
-    assert (rehearsed["stage"], rehearsed["State"]) == ("preflight", "COMPLETED")
-    assert "gres/gpu=2" in rehearsed["AllocTRES"].split(",")
+    preflight, trained = slurm.accounts("AllocTRES", "State", "Start", "End")[-2:]
+    assert (preflight["stage"], preflight["State"]) == ("preflight", "COMPLETED")
+    assert "gres/gpu=2" in preflight["AllocTRES"].split(",")
     assert (trained["stage"], trained["State"]) == ("train", "COMPLETED")
-    assert trained["Start"] >= rehearsed["End"]
+    assert trained["Start"] >= preflight["End"]
     passed = read_json(checkout.folder / TARGET)
     assert (passed["gpus"], passed["nodes"], passed["passed"]) == (2, 1, True)
     measured = {line["check"]: line["measured"] for line in passed["checks"]}
@@ -42,7 +43,7 @@ def test_a_rehearsal_on_two_ranks_knows_what_the_profile_asks_for_and_training_w
 
 
 @pytest.mark.nightly
-def test_where_the_rehearsal_fails_nothing_is_trained(checkout, slurm):
+def test_where_the_preflight_fails_nothing_is_trained(checkout, slurm):
     profile = checkout.folder / "slurm/config.yaml"
     shipped = profile.read_text()
     profile.write_text(shipped.replace("stop_seconds: 600 ", "stop_seconds: 1 "))  # no process saves and leaves in that

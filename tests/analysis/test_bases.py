@@ -11,6 +11,8 @@ from scipy import stats
 
 import dvp.analysis.responses
 from dvp.analysis.bases import BaseModels
+from dvp.analysis.estimates import mean, score
+from dvp.analysis.load import Reader
 from dvp.analysis.statistics import Statistic, lookup
 from dvp.cli import main
 from dvp.experiment.config import Experiment
@@ -116,6 +118,18 @@ def test_a_base_model_without_an_error_leaves_no_interval(over_three):
     assert math.isnan(found("log_odds_over_reference", EXACT).value)
     assert math.isnan(found("adjusted_p_over_reference", EXACT).value)
     assert math.isfinite(found("log_odds_over_reference", MIS).value)
+
+
+def test_intervals_over_problems_can_be_rebuilt_from_what_is_kept(tmp_path):
+    experiment = make_experiment(training__steps=12, evaluation__bootstrap_resamples=100)
+    reader = Reader(experiment, Results(experiment, tmp_path).folder)
+    kept = reader.problems.query("method == 'dvp_mis' and rho == '0.01'")
+    share_SP = kept.assign(share=kept["correct"] / kept["samples"]).pivot(
+        index="seed", columns="problem", values="share"
+    )
+    point = next(point for point in experiment.points if (point.method, point.rho) == ("dvp_mis", "0.01"))
+    rebuilt, made = mean(experiment, share_SP.to_numpy(), ()), score(reader, point)
+    assert rebuilt.draws.estimate(rebuilt.value_R, "share") == made.draws.estimate(made.value_R, "share")
 
 
 @pytest.mark.slow

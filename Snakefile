@@ -28,7 +28,7 @@ report: "workflow/report/workflow.rst"
 
 onstart:
     try:
-        locks = begin(EXPERIMENTS.values(), Path(config["results"]))
+        LOCKS.enter_context(begin(EXPERIMENTS.values(), Path(config["results"])))
     except DvpError as error:
         raise WorkflowError(str(error)) from None
 

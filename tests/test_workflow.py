@@ -275,6 +275,20 @@ def test_a_file_of_problems_is_read_again_for_its_content_alone(snakemake, place
         assert ("preparing problems" in "".join(snakemake("-n", *arguments)[1:])) == made_again
 
 
+def test_an_experiment_is_locked_while_its_jobs_run(place, snakemake, request):
+    """A shell command, which cannot have the lock, stands for the stage."""
+    rule = place / "workflow/rules/data.smk"
+    text = rule.read_text()
+    request.addfinalizer(lambda: rule.write_text(text))
+    request.addfinalizer(lambda: shutil.rmtree(place / "there", ignore_errors=True))
+    refused = '"! flock --nonblock there/smoke/.lock true && touch {output}"'
+    rule.write_text(re.sub(r'"dvp .*?{log:q}"', lambda _: refused, text, flags=re.DOTALL))
+    goal = ("there/smoke/data/manifest.json", "--config", "experiment=smoke", "results=there")
+    status, out, errors = snakemake("--cores", "1", *goal)
+    assert status == 0, out + errors
+    subprocess.run(["flock", "--nonblock", place / "there/smoke/.lock", "true"], check=True)
+
+
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """Train an experiment whose stages are made up; returns (exit status, the preflights and runs that began).

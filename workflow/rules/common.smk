@@ -1,4 +1,5 @@
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 
@@ -54,6 +55,7 @@ wildcard_constraints:
 
 
 EXPERIMENTS = {}  # those that the rules have asked for
+LOCKS = ExitStack()  # on their results, until this process ends
 PLACES = ("run", "model", "engine", "measurement")  # wildcards beside the experiment, of which a rule has one at most
 
 

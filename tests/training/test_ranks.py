@@ -16,6 +16,7 @@ import pytest
 import rank_process
 import torch
 import yaml
+from deepspeed.checkpoint import ds_to_universal
 from filelock import FileLock
 from safetensors.torch import load_file
 from test_loop import TERMS, named, reference_of
@@ -25,7 +26,7 @@ from dvp import cli
 from dvp.conversion import write_model
 from dvp.errors import DvpError, Stopped
 from dvp.experiment.training import BF16_AUTOCAST, EngineConfig, TrainingConfig
-from dvp.training import checkpoint, launch, ranks
+from dvp.training import backend, checkpoint, launch, ranks
 from dvp.training.stage import sequences
 from rounding import TINY_LOG_PROB, assert_same_steps, rounding
 
@@ -175,6 +176,17 @@ def test_a_run_of_one_rank_resumes_as_two(runs, tiny_model, cut):
     output, _ = two.communicate(timeout=PATIENCE)
     assert two.returncode == 0, output[-3000:]
     assert_continued(place, runs / "one/zero2", tiny_model)
+
+
+def test_a_disk_without_room_for_the_copy_is_one_line(tmp_path, monkeypatch):
+    def full(asked):
+        Path(asked.output_folder).mkdir(parents=True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ds_to_universal, "main", full)
+    with pytest.raises(DvpError, match=r"step-000002: no copy for another .*No space left.*as much room$"):
+        backend._write_universal(tmp_path / "step-000002/deepspeed", tmp_path / ".step-000002.universal/deepspeed")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

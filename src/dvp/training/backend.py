@@ -31,7 +31,7 @@ from dvp.core.safe_vocabulary import EngineSets, SafeVocabulary
 from dvp.errors import DvpError
 from dvp.experiment.training import TrainingConfig
 from dvp.training import launch, ranks
-from dvp.training.rollouts import with_sets
+from dvp.training.rollouts import in_a_line, with_sets
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16  # prompts, and tokens of each, in `Policy.check`
 # Nats. Two orders of summation in fp32 differ by 1e-6 in a small model, by up to 6e-4 in one of 8 billion parameters.
@@ -472,11 +472,19 @@ class Trainer:
 
 
 def _write_universal(source: Path, target: Path) -> None:
-    """Convert DeepSpeed's checkpoint into one that any number of ranks can read: a file per weight and moment."""
+    """Convert DeepSpeed's checkpoint into one that any number of ranks can read: a file per weight and moment.
+
+    Raises DvpError if it cannot be written, and leaves nothing of it.
+    """
     from deepspeed.checkpoint import ds_to_universal
 
     shutil.rmtree(target.parent, ignore_errors=True)  # of a process that was killed
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     folders = {"input_folder": str(source), "output_folder": str(target)}
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        ds_to_universal.main(SimpleNamespace(**folders, **options, inject_missing_state=True))
+        try:
+            ds_to_universal.main(SimpleNamespace(**folders, **options, inject_missing_state=True))
+        except (OSError, RuntimeError) as error:  # torch's own for a file that it cannot write
+            shutil.rmtree(target.parent, ignore_errors=True)
+            said = f"no copy for another number of ranks can be written ({in_a_line(error)})"
+            raise DvpError(f"{source.parent}: {said}; it takes as much room") from error

@@ -18,7 +18,7 @@ from dvp.rollout.engine import Engine, Sampling
 from dvp.rollout.seeds import derived_seed
 from dvp.training.backend import Trainer
 
-CONTEXTS, TOKENS, TOGETHER = 256, 16, 8
+CONTEXTS, TOKENS, TOGETHER = 128, 16, 8
 """Contexts, each of another prompt; most response tokens in one; contexts per forward pass of the trainer."""
 FILE = "drift.safetensors"
 """A run's contexts and where it started, in each of its checkpoints: the engine need not sample the same again."""

@@ -9,10 +9,10 @@ from shlex import quote
 from snakemake.exceptions import WorkflowError
 
 from dvp.analysis.claims import load_file
-from dvp.analysis.shown import shown
+from dvp.analysis.pages import FIGURES, TABLES, fingerprint
 from dvp.experiment.loading import check_settings, load_experiment, write_resolved
 from dvp.errors import DvpError
-from dvp.files import only_writer, sha256_file, sha256_json
+from dvp.files import only_writer, sha256_file
 from dvp.tools import make_tool
 from dvp.tracking.order import restore_order, was_read
 from dvp.versions import STAGE_VERSIONS
@@ -260,13 +260,17 @@ def local_contents(wildcards):
     }
 
 
-# As a caption reads it (workflow/report/shown.rst).
-config["shown"] = {kind: shown(kind) for kind in ("tables", "figures")}
+SHOWN = {"tables": TABLES, "figures": FIGURES}
+# As workflow/report/shown.rst reads them.
+config["captions"] = {
+    kind: {name: one.caption for name, one in entries.items()}
+    for kind, entries in SHOWN.items()
+}
 
 
 def titled(kind):
     """What Snakemake's report calls each of the tables or figures."""
-    return lambda wildcards: {"show": shown(kind)[wildcards[0]]["title"]}
+    return lambda wildcards: {"show": SHOWN[kind][wildcards[0]].title}
 
 
 def everything(name):

@@ -38,7 +38,7 @@ rule report:
     params:
         config_hash=config_hash("report"),
         version=STAGE_VERSIONS["report"],
-        shown=sha256_json(config["shown"])[:12],
+        shown=fingerprint(),
     message:
         "drawing the report of {wildcards.experiment}"
     shell:

@@ -5,7 +5,7 @@ import io
 import subprocess
 import tokenize
 
-MOST = 18_090
+MOST = 18_054
 """Lowered as the number falls. 13,500 is the goal."""
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -72,7 +72,8 @@ class Charts:
         """List the distinct values of the rows with these values of their columns."""
         return matching(self.table, where)["value"].unique()
 
-    def over_rho(self, table: pd.DataFrame) -> pd.DataFrame:
+    @staticmethod
+    def over_rho(table: pd.DataFrame) -> pd.DataFrame:
         """Let lines run along ρ; x is NaN without one."""
         rho = table["rho"].map(lambda rho: math.nan if rho == "none" else parse_rho(rho))
         return table.assign(x=rho.astype(float))

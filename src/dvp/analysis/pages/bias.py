@@ -98,28 +98,23 @@ def proxy_table(report: Report) -> Layout:
 @table("Estimators by length", part="bias_length")
 def bias_length_table(report: Report) -> Layout:
     """How the squared bias of each estimator of the policy gradient grows with the length of responses in {experiment},
-    and how much of it pruning removes, with 95 % intervals.
+    with 95 % intervals.
     """
     places = estimator_places(report.experiment)
     # If there are several policies, the lengths of the first one's responses.
     policy = places[0]["policy"]
     own = [one for one in report.named("response_tokens") if one.where["policy"] == policy]
     lengths = {one.where["task"]: one.value for one in sorted(own, key=lambda one: one.value)}
+
+    def relative(task: str, heading: str) -> Column:
+        return interval(f"relative_bias_{task}", heading, "digits", "relative_bias", at={"task": task})
+
     solved = [(task, report.known("reward", {"policy": policy, "task": task})) for task in lengths]
     columns = [
         *(cell("label", "estimator"), cell("method"), cell("partner")),
         *(cell("rho", "ρ", rho_text), cell("engine", "engine")),
         *_policy_columns(report),
-        *(
-            interval(
-                f"relative_bias_{task}",
-                f"bias² ({task}, {tokens:.0f} tokens) [95 %]",
-                "digits",
-                "relative_bias",
-                at={"task": task},
-            )
-            for task, tokens in lengths.items()
-        ),
+        *(relative(task, f"bias² ({task}, {tokens:.0f} tokens) [95 %]") for task, tokens in lengths.items()),
         number("weight_ess_smallest", "ESS of r, worst (%)", ".0f", scale=100),
         interval("bias_exponent", "power of T [95 %]", "+.2f"),
         interval("absolute_bias_exponent", "power of T, not over |g|² [95 %]", "+.2f"),

@@ -177,17 +177,11 @@ def safe_sets(draw: "Charts") -> "Figure | None":
     tokens that the trainer prunes, with and without a margin.
     """
     sizes, overlaps = ("safe_size", "safe_size_infer"), ("jaccard", "infer_in_train")
-    outside = ("outside_safe", "outside_safe_margin")
+    outside, bound = ("outside_safe", "outside_safe_margin"), {"the bound": [1]}
     panels = [
         Panel(sizes, "tokens", "size: V_S (solid), V'_S (dashed)", log="xy"),
         Panel("pruned_mass", "probability", "pruned mass 1 − Z, mean over positions", log="xy"),
-        Panel(
-            "objective_change_over_bound",
-            "ratio",
-            "|J_mp − J| over E[Σ_t (1 − Z_t)]",
-            log="x",
-            across={"the bound": [1]},
-        ),
+        Panel("objective_change_over_bound", "ratio", "|J_mp − J| over E[Σ_t (1 − Z_t)]", log="x", across=bound),
         Panel(overlaps, "fraction", "overlap: Jaccard (solid), V'_S in V_S (dashed)", log="x"),
         Panel(outside, "fraction of tokens", "pruned engine's tokens outside V_S", log="xy", floor=1e-10),
     ]

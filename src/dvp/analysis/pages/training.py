@@ -3,19 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from dvp.analysis.columns import (
-    Column,
-    Layout,
-    Report,
-    Row,
-    counts,
-    difference,
-    interval,
-    number,
-    percent,
-    seeds,
-    written,
-)
+from dvp.analysis.columns import Column, Layout, Report, Row, counts, difference, interval, number, percent, seeds
 from dvp.analysis.points import point_name
 from dvp.analysis.shown import Panel, figure, table
 from dvp.analysis.statistics import Statistic
@@ -91,7 +79,7 @@ def mismatch_table(report: Report) -> Layout:
 
     def last(key: str, heading: str, spec: str, **more: Any) -> Column:
         # One seed has no smallest and largest.
-        more |= {"text": lambda one: written(one.value, spec)} if report.count == 1 else {}
+        more |= {"text": number(key, heading, spec).text} if report.count == 1 else {}
         return interval(key, heading, spec, f"last_{key}", ends=("min", "max"), **more)
 
     columns = [
@@ -115,10 +103,6 @@ def mismatch_table(report: Report) -> Layout:
     return Layout("mismatch between engine and trainer at the end of training", report.points(), columns)
 
 
-SCORE_DIFFERENCES = {"no difference": [0], "criterion, 2 pp": [-2, 2]}
-"""Lines across panels of score differences, in percentage points."""
-
-
 @figure("Score differences")
 def differences(draw: "Charts") -> "Figure | None":
     """Differences of held-out scores in {experiment}, in points, from the reference, from the same method without a
@@ -127,24 +111,18 @@ def differences(draw: "Charts") -> "Figure | None":
     two points, the threshold of the claims.
     """
     table = draw.table.query("task == 'none'")
+    across = {"no difference": [0], "criterion, 2 pp": [-2, 2]}
+    others = {
+        "score_over_reference": "minus the reference",
+        "score_over_unpruned": "minus the same unpruned",
+        "score_over_rloo": "minus the same with RLOO's baseline",
+    }
     panels = [
-        Panel(
-            f"score_over_{other}",
-            "score difference, pp",
-            title,
-            scale=100,
-            across=SCORE_DIFFERENCES,
-            seeds=f"seed_score_over_{other}",
-        )
-        for other, title in (
-            ("reference", "minus the reference"),
-            ("unpruned", "minus the same unpruned"),
-            ("rloo", "minus the same with RLOO's baseline"),
-        )
+        Panel(name, "score difference, pp", title, scale=100, across=across, seeds=f"seed_{name}")
+        for name, title in others.items()
     ]
-    return draw.intervals(
-        draw.finding("Score differences", "to the reference", table, "score_over_reference"), table, panels
-    )
+    title = draw.finding("Score differences", "to the reference", table, "score_over_reference")
+    return draw.intervals(title, table, panels)
 
 
 @figure("Held-out scores")
@@ -220,15 +198,10 @@ def rho_sweep(draw: "Charts") -> "Figure | None":
     """
     if not draw.has("score_over_small_rho"):
         return None
+    label = "nats per token (below 1e-7: not drawn)"
     panels = [
         Panel("score", f"avg@{draw.k} on {draw.task}, %", "after training: score", scale=100, log="x"),
-        Panel(
-            "final_k3",
-            "nats per token (below 1e-7: not drawn)",
-            "last 10 steps: k3 of the sampled policies",
-            log="xy",
-            floor=1e-7,
-        ),
+        Panel("final_k3", label, "last 10 steps: k3 of the sampled policies", log="xy", floor=1e-7),
         Panel("squared_bias", "of |g|²", "base policy: squared bias", log="x"),
         Panel("variance", "of |g|²", "base policy: variance of a batch", log="xy"),
         Panel("mse", "of |g|²", "base policy: squared bias + variance", log="x"),

@@ -37,7 +37,7 @@ BEFORE = {
 def follow(package: Path) -> None:
     """Insert the documented code where docs/extend.md says. `package` is a copy of src/dvp."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    pieces = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    pieces = re.findall(r"```python\n((?!@figure|@table).*?)```", text, re.DOTALL)
     assert [re.search(r"^(?:class|def) (\w+)", piece, re.MULTILINE)[1] for piece in pieces] == [*PIECES]
     for piece, (name, place) in zip(pieces, PIECES.items(), strict=True):
         assert f"`src/dvp/{place}`" in text
@@ -57,16 +57,17 @@ def follow(package: Path) -> None:
         file.write(f"\n{line}\n")
 
 
-def declare(folder: Path) -> None:
+def show(folder: Path) -> None:
     """Insert the documented figure, table and claim where docs/extend.md says. `folder` is a copy of the repository."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    of = dict(re.findall(r"```yaml\n(figures|tables|claims):\n(.*?)```", text, re.DOTALL))
-    for kind, file in (("figures", "src/dvp/analysis/shown.yaml"), ("tables", "src/dvp/analysis/shown.yaml")):
-        _insert(folder / file, f"\n{kind}:\n", of[kind])
-    _insert(folder / "config/claims.yaml", "\n  own:\n", of["claims"].removeprefix("  own:\n"))
-
-
-def _insert(file: Path, after: str, entry: str) -> None:
-    text = file.read_text(encoding="utf-8")
-    assert text.count(after) == 1
-    file.write_text(text.replace(after, after + entry), encoding="utf-8")
+    page = "src/dvp/analysis/pages/training.py"
+    assert f"`{page}`" in text
+    pieces = re.findall(r"```python\n(@(?:figure|table)\(.*?)```", text, re.DOTALL)
+    assert len(pieces) == 2
+    with (folder / page).open("a", encoding="utf-8") as file:
+        file.writelines(f"\n\n{piece}" for piece in pieces)
+    [claim] = re.findall(r"```yaml\nclaims:\n  own:\n(.*?)```", text, re.DOTALL)
+    file = folder / "config/claims.yaml"
+    before = file.read_text(encoding="utf-8")
+    assert before.count("\n  own:\n") == 1
+    file.write_text(before.replace("\n  own:\n", f"\n  own:\n{claim}"), encoding="utf-8")

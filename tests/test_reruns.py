@@ -13,7 +13,7 @@ import pytest
 from dvp.files import sha256_file, write_json
 from dvp.tracking.record import KEY, STAGE, UPSTREAM, Record
 from dvp.versions import STAGE_VERSIONS
-from recipes import METHODS, declare, follow
+from recipes import METHODS, follow, show
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -157,8 +157,8 @@ def test_the_documented_recipes_run_nothing_but_what_uses_them(results):
 
 
 def test_a_figure_a_table_and_a_claim_run_nothing_but_the_report(results):
-    """Each is one declaration, as docs/extend.md has it."""
-    declare(results.folder)
+    """Each is one function or entry, as docs/extend.md has it."""
+    show(results.folder)
     assert results.jobs() == {"report": 1}
 
 

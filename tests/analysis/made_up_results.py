@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from dvp.analysis import tables
+from dvp.analysis.columns import Table
 from dvp.analysis.load import Reader, evaluation_path
 from dvp.analysis.points import BASE
 from dvp.analysis.report import MEASURES, Part
 from dvp.analysis.statistics import Statistic
-from dvp.analysis.tables import Table
 from dvp.data.puzzles import Puzzle
 from dvp.evaluation.metrics import summarise
 from dvp.experiment.config import Experiment

@@ -1,4 +1,4 @@
-"""Figures from estimates and series that are made by hand, as shown.yaml declares them."""
+"""Figures from estimates and series that are made by hand."""
 
 import math
 import subprocess
@@ -13,7 +13,7 @@ from dvp.analysis import figures, series
 from dvp.analysis.charts import BELOW
 from dvp.analysis.claims import load_file
 from dvp.analysis.looks import Looks
-from dvp.analysis.shown import shown
+from dvp.analysis.pages import FIGURES, TABLES
 from dvp.analysis.statistics import Statistic
 from dvp.analysis.training import where_of
 from dvp.experiment.loading import load_experiment
@@ -255,9 +255,26 @@ def test_a_policy_and_the_engine_that_measures_it_are_told_apart():
     assert Looks(experiment).name(where, where) == "after RLOO (naive), fp32, measured on fp32"
 
 
-def test_declarations_are_read_without_matplotlib_and_pandas():
-    code = "import sys, dvp.analysis.shown as s; s.shown('figures'); print({'matplotlib', 'pandas'} & set(sys.modules))"
+def test_titles_and_captions_are_read_without_matplotlib():
+    """Snakemake reads them whenever it starts."""
+    code = (
+        "import sys; from dvp.analysis.pages import FIGURES, TABLES; print({'matplotlib', 'scipy'} & set(sys.modules))"
+    )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert run.stdout == "set()\n"
-    for declared in shown("figures").values():
-        assert {"title", "caption", "kind", "panels"} <= set(declared)
+    for entry in [*FIGURES.values(), *TABLES.values()]:
+        assert entry.title
+        assert "{experiment}" in entry.caption
+
+
+def test_a_title_counts_the_intervals_beside_zero():
+    experiment = make_experiment()
+    points = [point for point in experiment.points if point != experiment.reference_point]
+    ends = [(0.01, 0.05), (-0.01, 0.05), (-0.05, -0.01), *[(math.nan, math.nan)] * (len(points) - 3)]
+    statistics = [
+        made("score_over_reference", where_of(experiment, point), 0.0, *interval)
+        for point, interval in zip(points, ends, strict=True)
+    ]
+    figure = figures.draw(experiment, statistics, EMPTY)["differences"]
+    title = " ".join(figure.get_suptitle().split())
+    assert "to the reference: 1 above zero, 1 below, 1 inconclusive; bars: 95 % intervals" in title

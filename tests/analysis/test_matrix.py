@@ -5,7 +5,8 @@ import pytest
 from made_up_results import Results, make_experiment
 
 from dvp.analysis.load import Reader
-from dvp.analysis.matrix import own_sampler, statistics
+from dvp.analysis.matrix import statistics
+from dvp.analysis.samplers import own_sampler
 from dvp.analysis.statistics import lookup
 from dvp.experiment.grid import GridPoint, Sampler
 

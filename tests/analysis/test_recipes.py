@@ -1,4 +1,4 @@
-"""The recipes of docs/extend.md for a figure, a table and a claim: one declaration each, and no code."""
+"""The recipes of docs/extend.md for a figure, a table and a claim: one function or entry each."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from made_up_results import Results, make_experiment
 
 from dvp.experiment.loading import dump_experiment
 from dvp.files import write_text
-from recipes import declare
+from recipes import show
 
 pytestmark = pytest.mark.slow
 PROGRAM = """
@@ -25,10 +25,10 @@ sys.exit(main(sys.argv[1:]))
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_figure_a_table_and_a_claim_are_one_declaration_each(tmp_path):
+def test_a_figure_a_table_and_a_claim_are_one_addition_each(tmp_path):
     for name in ("src", "config"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    declare(tmp_path)
+    show(tmp_path)
     experiment = make_experiment(training__steps=24)
     folder = Results(experiment, tmp_path / "results/mine", problems=4).folder
     write_text(folder / "config.yaml", dump_experiment(experiment))

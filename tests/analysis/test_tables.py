@@ -1,17 +1,14 @@
 import json
 import math
-import re
 
 import numpy as np
 import pandas as pd
 import pytest
 from made_up_results import Results, main_table, make_experiment, training_part
 
-from dvp.analysis import shown
+from dvp.analysis.columns import written
 from dvp.analysis.load import evaluation_path
 from dvp.analysis.points import point_name, where_of
-from dvp.analysis.tables import Column
-from dvp.errors import DvpError
 from dvp.experiment.grid import GridPoint
 
 REFERENCE = "method~rloo/engine~coarse/rho~none"
@@ -143,32 +140,6 @@ def test_a_score_has_the_interval_of_scores_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            "    kind: intervals\n",
-            "    kind: intervalls\n",
-            "figures.differences: kind: Input should be",
-        ),
-        ("  scores:\n", "  scores:\n    quantity: score\n", "figures.scores: quantity: unknown key"),
-        (
-            "interval: .1f, scale: 100}",
-            "intervall: .1f}",
-            "tables.main_table.columns.2: intervall: unknown key",
-        ),
-        ("    rows: models\n", "", "tables.main_table: rows: Field required"),
-    ],
-)
-def test_a_mistake_in_a_declaration_is_one_line(tmp_path, monkeypatch, old, new, message):
-    text = shown.FILE.read_text(encoding="utf-8")
-    (tmp_path / "shown.yaml").write_text(text.replace(old, new, 1), encoding="utf-8")
-    monkeypatch.setattr(shown, "FILE", tmp_path / "shown.yaml")
-    kind = message.partition(".")[0]
-    with pytest.raises(DvpError, match=f"^shown.yaml: {re.escape(message)}"):
-        shown.shown.__wrapped__(kind)
-
-
-@pytest.mark.parametrize(
     ("spec", "value", "text"),
     [
         ("+.1f", -0.04, "+0.0"),
@@ -179,4 +150,4 @@ def test_a_mistake_in_a_declaration_is_one_line(tmp_path, monkeypatch, old, new,
     ],
 )
 def test_what_is_rounded_to_zero_has_no_minus(spec, value, text):
-    assert Column(key="x", interval=spec)._number(value, spec) == text
+    assert written(value, spec) == text

@@ -1,8 +1,10 @@
-from dvp.analysis.shown import shown
-from dvp.files import sha256_json
+from dvp.analysis.pages import FIGURES, TABLES, fingerprint
 
-# As a caption reads it (workflow/report/shown.rst).
-config["shown"] = {kind: shown(kind) for kind in ("tables", "figures")}
+# As workflow/report/shown.rst reads them.
+config["captions"] = {
+    kind: {name: one.caption for name, one in entries.items()}
+    for kind, entries in {"tables": TABLES, "figures": FIGURES}.items()
+}
 
 
 rule report:
@@ -24,14 +26,14 @@ rule report:
             patterns=["{table}.html"],
             caption="../report/shown.rst",
             category="{experiment}",
-            labels=lambda wildcards: {"show": config["shown"]["tables"][wildcards.table]["title"]},
+            labels=lambda wildcards: {"show": TABLES[wildcards.table].title},
         ),
         report(
             directory(f"{RESULTS}/figures"),
             patterns=["{figure}.svg"],
             caption="../report/shown.rst",
             category="{experiment}",
-            labels=lambda wildcards: {"show": config["shown"]["figures"][wildcards.figure]["title"]},
+            labels=lambda wildcards: {"show": FIGURES[wildcards.figure].title},
         ),
         report(
             f"{RESULTS}/report/responses.html",
@@ -46,7 +48,7 @@ rule report:
     params:
         config_hash=config_hash("report"),
         version=STAGE_VERSIONS["report"],
-        shown=sha256_json(config["shown"])[:12],
+        shown=fingerprint(),
     message:
         "drawing the report of {wildcards.experiment}"
     shell:

@@ -12,11 +12,10 @@ from scipy import stats
 
 from dvp.analysis.estimates import LEVEL, over_seeds, pooled, spread_text
 from dvp.analysis.load import Reader
-from dvp.analysis.points import estimator_counterpart
+from dvp.analysis.points import estimator_counterpart, estimator_places, variance_places
 from dvp.analysis.statistics import Statistic, without_interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import WHOLE
 from dvp.measurement.files import PAIRED, SMALLEST_ESS
 
 # Statistic: column, unit, scale of the interval; a signal may come out below 0.
@@ -182,28 +181,6 @@ def _others(where: dict[str, str], rows: pd.DataFrame) -> Iterator[Statistic]:
             yield without_interval(f"estimator_{name}{end}", where, own.agg(of_seeds), "ratio", how, sources)
     for name in ("batches", "empty_batches"):
         yield without_interval(name, where, rows[name].sum(), "batches", "of all seeds", sources)
-
-
-def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
-    """List the coordinates of all that the stage `bias` measures: policy, engine, task if any, method and ρ."""
-    settings = experiment.bias
-    return [
-        {"policy": policy if policy == "base" else policy.path, "engine": engine}
-        | ({"task": task} if task else {})
-        | {"method": method, "rho": rho or "none"}
-        for policy, engine, task, (method, rho) in product(
-            settings.policies, settings.engines, settings.tasks or [None], experiment.estimators
-        )
-    ]
-
-
-def variance_places(experiment: Experiment) -> list[dict[str, str]]:
-    """List the coordinates of all that is measured by position: those of `estimator_places`, and position."""
-    return [
-        where | {"position": position}
-        for where in estimator_places(experiment)
-        for position in [WHOLE, *experiment.positions]
-    ]
 
 
 def jackknife_error(own: pd.DataFrame, other: pd.DataFrame, name: str) -> float:

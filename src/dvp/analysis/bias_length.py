@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from dvp.analysis.bias import estimator_places
 from dvp.analysis.estimates import over_seeds
 from dvp.analysis.load import Reader
+from dvp.analysis.points import estimator_places
 from dvp.analysis.statistics import Statistic, without_interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment

@@ -23,7 +23,7 @@ from dvp.analysis.estimates import (
     t_over_seeds,
 )
 from dvp.analysis.load import Reader
-from dvp.analysis.points import partner, where_of
+from dvp.analysis.points import evaluated, partner, where_of
 from dvp.analysis.statistics import Statistic, without_interval
 from dvp.evaluation import bootstrap
 from dvp.experiment.config import Experiment
@@ -121,11 +121,6 @@ def groups(reader: Reader) -> list[Group]:
             sources = tuple(dict.fromkeys([base.sources[0], *run_by_run, *runs]))
             found.append(Group(experiment, task, point, steps, sampled[point], share_SNP, until, sources))
     return found
-
-
-def evaluated(experiment: Experiment, point: GridPoint) -> list[int]:
-    """List the training steps at which there is a score; the first is 0, the base model."""
-    return [0, *experiment.evaluated_steps(point), experiment.training_of(point).steps]
 
 
 def _sampled(experiment: Experiment, reader: Reader, point: GridPoint) -> np.ndarray:

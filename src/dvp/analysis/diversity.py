@@ -13,8 +13,9 @@ import pandas as pd
 
 from dvp.analysis.estimates import Estimate, mean, over_model, over_seeds, t_over_seeds
 from dvp.analysis.load import Reader
-from dvp.analysis.matrix import contrasts, samplers
+from dvp.analysis.matrix import contrasts
 from dvp.analysis.points import BASE, where_of
+from dvp.analysis.samplers import samplers
 from dvp.analysis.statistics import Statistic
 from dvp.data.puzzles import read
 from dvp.evaluation import bootstrap

@@ -16,9 +16,9 @@ from markdown_it import MarkdownIt
 
 from dvp.analysis.claims import CLAIMS, MISSING, WORDS, Claim, Condition, Source, load_file
 from dvp.analysis.formats import STYLE
-from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.report import estimates_of, kept
 from dvp.analysis.statistics import Statistic
+from dvp.analysis.templating import TEMPLATES
 from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.loading import read_resolved

@@ -19,11 +19,11 @@ from dvp.analysis.forecast import SIMULATED, forecast
 from dvp.analysis.formats import EMPTY, Formatted, to_html
 from dvp.analysis.looks import DARK, FAMILIES, GREYS, LINES, STYLE
 from dvp.analysis.mismatch_advice import LENGTHS, RULES, Numbers, advice, percent, verdict
-from dvp.analysis.pages import TEMPLATES
 from dvp.analysis.responses import visible
 from dvp.analysis.statistics import Statistic, without_interval
 from dvp.analysis.suspicions import RULES as TESTS
 from dvp.analysis.suspicions import suspicions
+from dvp.analysis.templating import TEMPLATES
 from dvp.core.importance import ImportanceRule
 from dvp.errors import DvpError
 from dvp.evaluation import bootstrap

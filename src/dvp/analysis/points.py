@@ -1,10 +1,11 @@
 """Grid points: the coordinates of their statistics, the points that they are compared with, and their names."""
 
 from collections.abc import Iterable
+from itertools import product
 
 from dvp.analysis.formats import rho_text
 from dvp.experiment.config import Experiment
-from dvp.experiment.grid import GridPoint, Sampler, setting_as_written, settings_as_read
+from dvp.experiment.grid import WHOLE, GridPoint, Sampler, setting_as_written, settings_as_read
 
 BASE = "base"
 
@@ -107,3 +108,30 @@ def seeds_text(experiment: Experiment) -> str:
     if experiment.bases:
         return f"{count} base models"
     return "one training seed" if count == 1 else f"{count} training seeds"
+
+
+def estimator_places(experiment: Experiment) -> list[dict[str, str]]:
+    """List the coordinates of all that the stage `bias` measures: policy, engine, task if any, method and ρ."""
+    settings = experiment.bias
+    return [
+        {"policy": policy if policy == "base" else policy.path, "engine": engine}
+        | ({"task": task} if task else {})
+        | {"method": method, "rho": rho or "none"}
+        for policy, engine, task, (method, rho) in product(
+            settings.policies, settings.engines, settings.tasks or [None], experiment.estimators
+        )
+    ]
+
+
+def variance_places(experiment: Experiment) -> list[dict[str, str]]:
+    """List the coordinates of all that is measured by position: those of `estimator_places`, and position."""
+    return [
+        where | {"position": position}
+        for where in estimator_places(experiment)
+        for position in [WHOLE, *experiment.positions]
+    ]
+
+
+def evaluated(experiment: Experiment, point: GridPoint) -> list[int]:
+    """List the training steps at which there is a score; the first is 0, the base model."""
+    return [0, *experiment.evaluated_steps(point), experiment.training_of(point).steps]

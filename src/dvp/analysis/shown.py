@@ -1,122 +1,79 @@
-"""The tables and figures of a report, each with its caption, as declared in shown.yaml (its top explains the keys)."""
+"""Register what a report shows: a table or a figure is one function in a module of dvp.analysis.pages.
 
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+Its id, by which files are named, is the function's name, its caption the function's docstring. Snakemake reads titles
+and captions whenever it starts, so neither this module nor the pages import matplotlib.
+"""
 
-from pydantic import Field
-
-from dvp.experiment.loading import parse, read_yaml
-from dvp.strict import Several, Strict
-
-FILE = Path(__file__).with_name("shown.yaml")
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 
-class ColumnEntry(Strict):
-    """A column of a table."""
-
-    key: str
-    """Its name in a row, in the CSV and in provenance.json."""
-    heading: str | None = None
-    quantity: str | None = None
-    of: dict[str, str] = {}
-    cell: str = ""
-    interval: str | None = None
-    number: str | None = None
-    seeds: str | None = None
-    text: str | None = None
-    scale: float = 1
-    ends: list[str] = []
-    """Suffixes of the interval's ends in the CSV: KEY_low and KEY_high, or others if it is not a 95 % interval."""
-    csv: bool = True
-    optional: bool = False
-    """Whether the column is left out if no row has a value."""
-    of_reference: str | None = None
-    """Text in the reference's row instead of a value."""
-    own: str = ""
-    """Suffix of the score of the policy that the row's model trained."""
-    beside: str | None = None
-    """Quantity shown behind a single seed's value: the step at which its run collapsed."""
-    each: str | None = None
-    """Kind of items for each of which the column is repeated (dvp.analysis.rows.columns_of)."""
-    only: str | None = Field(None, alias="if")
-    """Name of a condition without which the column is left out."""
-
-
-class Printed(Strict):
-    """A table that is printed, and not part of a report."""
-
-    heading: str
-    columns: Several[dict[str, Any] | str]
-    notes: str = ""
-
-
-class TableEntry(Printed):
-    """A table of a report."""
+@dataclass(frozen=True)
+class Shown:
+    """A table or a figure of the reports."""
 
     title: str
-    caption: str
-    part: str
-    rows: str
-    ends: list[str] = []
-    sentences: str | None = None
+    make: Callable[[Any], Any]
+    """Makes it from a dvp.analysis.columns.Report or a dvp.analysis.charts.Charts; None if it has nothing to show."""
+    part: str = ""
+    """The part of the report (dvp.analysis.parts) that a table belongs to."""
+
+    @property
+    def caption(self) -> str:
+        """Return the docstring, in which {experiment} stands for the experiment's name."""
+        return " ".join(inspect.getdoc(self.make).split())
 
 
-class Panel(Strict):
-    """A panel of a figure."""
+TABLES: dict[str, Shown] = {}
+FIGURES: dict[str, Shown] = {}
 
-    quantity: str | list[str]
+
+Facet = dict[str, str]
+Levels = Mapping[str, Sequence[float] | Callable[[Facet], Sequence[float]]]
+"""Lines across a panel by label; a function is of the facet's coordinates."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of a figure: its quantities, and its axis of values."""
+
+    quantities: str | tuple[str, ...]
     label: str
     title: str = ""
     scale: float = 1
     log: str = ""
-    floor: float | None = None
+    """Logarithmic axes: x, y or xy."""
     symlog: float | None = None
-    limits: list[float] = []
-    levels: dict[str, Any] = {}
-    seeds: str | None = None
+    """The axis of values is linear within ± this value, and logarithmic beyond."""
+    floor: float | None = None
+    """Values up to here are not drawn."""
+    limits: tuple[float, float] | None = None
+    across: Levels = field(default_factory=dict)
+    seeds: str = ""
+    """Quantity of the small marks below a row's own."""
+
+    @property
+    def names(self) -> list[str]:
+        """List the quantities."""
+        return [self.quantities] if isinstance(self.quantities, str) else list(self.quantities)
 
 
-class FigureEntry(Strict):
-    """A figure of a report."""
-
-    title: str
-    caption: str
-    kind: Literal["intervals", "lines"]
-    panels: Several[Panel]
-    where: dict[str, list[str]] = {}
-    unless: dict[str, list[str]] = {}
-    needs: list[str] = []
-    facet: list[str] = []
-    columns: list[str] = []
-    colour: str = "method"
-    x: str = "x"
-    x_label: str | None = None
-    levels: dict[str, Any] = {}
-    verticals: dict[str, Any] = {}
-    smooth: int = 1
-    ring: bool = False
-    reference: bool = False
-    bars: bool = False
-    order: str | None = None
-    across: int = 3
-    width: float = 3.6
-    note: str | None = None
+def table(title: str, part: str) -> Callable[[Callable], Callable]:
+    """Register a table, whose function makes a Layout from a Report."""
+    return lambda make: _register(TABLES, make.__name__, Shown(title, make, part))
 
 
-KINDS = {"tables": TableEntry, "figures": FigureEntry, "printed": Printed}
+def figure(title: str, name: str = "") -> Callable[[Callable], Callable]:
+    """Register a figure, whose function draws from a Charts, or returns None if its quantities were not measured.
 
-
-@cache
-def shown(kind: str) -> dict[str, Any]:
-    """Return the declarations of a kind (`tables`, `figures`, …) by name.
-
-    In captions {experiment} stands for the experiment's name. Raises DvpError for a malformed declaration.
+    name : its id, if a table has that as the name of its function.
     """
-    entries = read_yaml(FILE)[kind]
-    for name, entry in entries.items() if kind in KINDS else ():
-        parse(KINDS[kind], entry, f"{FILE.name}: {kind}.{name}")
-        for number, column in enumerate(entry["columns"] if kind != "figures" else ()):
-            if isinstance(column, dict):
-                parse(ColumnEntry, column, f"{FILE.name}: {kind}.{name}.columns.{number}")
-    return entries
+    return lambda make: _register(FIGURES, name or make.__name__, Shown(title, make))
+
+
+def _register(entries: dict[str, Shown], name: str, entry: Shown) -> Callable:
+    assert name not in entries, f"{name}: registered twice"
+    entries[name] = entry
+    return entry.make

@@ -2,7 +2,7 @@
 
 To add one, let the function that makes its part (`training`, `matrix`, `diversity`, `curve`, `mismatch`, `bias`,
 `bias_length`) yield one more `Statistic`: report/estimates.parquet lists it, a claim can ask for it by its
-name, and an entry in shown.yaml shows it in a table or a figure.
+name, and a function in dvp.analysis.pages shows it in a table or a figure.
 """
 
 import math

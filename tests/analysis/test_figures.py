@@ -121,6 +121,7 @@ def test_rounding_of_an_exact_engine_is_not_drawn():
     figure = figures.draw(experiment, [], series.joined(every))["mismatch_curves"]
     heights = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in figure.axes[0].lines])
     assert np.nanmin(heights) == pytest.approx(1e-3)
+    assert not any("control" in label for label in labels(figure))
     # The published bound of the caption is that of the claims.
     assert {claim.id: claim for claim in load_file(CLAIMS).claims}["dvp_kl"].published.value == 0.001 in heights
 

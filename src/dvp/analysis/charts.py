@@ -410,7 +410,8 @@ class Lines(Chart):
             axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
         look |= marker if self.bars or len(x) < FEW else {}
         axes.plot(x, value, zorder=3, **look)
-        self.handles.setdefault(label, handle(**look))
+        if np.isfinite(value).any():  # else it lies below the panel's floor
+            self.handles.setdefault(label, handle(**look))
 
     def _look(self, panel: Panel, row: pd.Series, key: tuple) -> tuple[str, dict, dict]:
         """Return the colour of a line, its look, and its marker; lines of one colour differ in both."""

@@ -32,9 +32,9 @@ NAMES = (
     "results/README.md",
     "results/reference/README.md",
     "results/reference/changed_rules.md",
-    "results/reference/no_difference/README.md",
 )
 DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS += sorted((ROOT / "results/reference").glob("*/README.md"))
 # Top-level names of the repository, so that a word with a slash is taken for a path only if it begins with one of them.
 TOP = ("src/", "tests/", "config/", "docs/", "envs/", "workflow/", "profiles/", "slurm/", "results/reference/")
 TO_BE_WRITTEN = ("config/experiments/mine.yaml", "src/dvp/rollout/plain.py", "src/dvp/tools/dictionary.py")

@@ -352,7 +352,9 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--output", type=Path, metavar="FILE", help="default: results/bench/DEVICE.json")
     what.add_argument("--profile", action="store_true", help="print the head's kernels, and measure nothing else")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="put the ratios into a page, as docs/performance.md")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="put the ratios into a page, as results/reference/bench/README.md"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help='such cases, as "forward + backward, float32"')
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed rounds of each case (default: 3)")
     options = parser.parse_args()

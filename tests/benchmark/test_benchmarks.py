@@ -59,7 +59,7 @@ def test_the_head_is_measured_with_nothing_but_torch(tmp_path, root):
 
 def test_the_page_has_the_kept_numbers_of_the_head(root):
     result = json.loads((root / "results/reference/bench/cpu.json").read_text())
-    page = (root / "docs/performance.md").read_text()
+    page = (root / "results/reference/bench/README.md").read_text()
     assert page.partition("<!--head-->\n")[2].partition("\n<!--/head-->")[0] == page_table(result)
 
 

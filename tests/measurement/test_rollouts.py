@@ -1,7 +1,6 @@
 """Responses that other trainers have dumped: their columns, what is left out, and what is refused."""
 
 import json
-import re
 from math import log, nan
 from types import SimpleNamespace
 
@@ -245,8 +244,8 @@ def test_a_blank_line_is_skipped(tmp_path):
 
 
 def test_the_pages_export_from_verl_is_read(tmp_path, monkeypatch, root):
-    """The lines of docs/your_model.md where verl has its nested tensors, of responses of unequal length."""
-    [lines] = re.findall(r"```python\n(.*?)```", (root / "docs/your_model.md").read_text(encoding="utf-8"), re.DOTALL)
+    """docs/examples/dump_verl.py with verl's nested tensors, of responses of unequal length."""
+    exec((root / "docs/examples/dump_verl.py").read_text(encoding="utf-8"), made := {})
     nested = {
         name: torch.nested.as_nested_tensor([torch.tensor(value) for value in values], layout=torch.jagged)
         for name, values in {
@@ -258,9 +257,9 @@ def test_the_pages_export_from_verl_is_read(tmp_path, monkeypatch, root):
     }
     data = nested | {"uid": np.array(["a", "b"], dtype=object)}
     queue = SimpleNamespace(kv_batch_get=lambda keys, partition_id, select_fields: {n: data[n] for n in select_fields})
-    batch, trainer = SimpleNamespace(keys=["a_0_0", "b_0_0"], partition_id="train"), SimpleNamespace(global_steps=3)
+    batch = SimpleNamespace(keys=["a_0_0", "b_0_0"], partition_id="train")
     monkeypatch.chdir(tmp_path)
-    exec(lines, {"json": json, "tq": queue, "batch": batch, "self": trainer})
+    made["dump"](queue, batch, 3)
     [read] = read_rollouts(tmp_path / "rollouts.jsonl")
     assert read.name == "step 3"
     assert read.tokens[["log_q", "log_p", "token", "problem"]].to_numpy().tolist() == [

@@ -314,15 +314,13 @@ CARDS = {"qwen3_0.6b": "rtx4090", "qwen3_0.6b_wide": "rtx4090", "qwen3_0.6b_long
 
 def plans() -> str:
     """The table of docs/cluster.md."""
-    head = ["experiment", "card", "runs", "GPUs each", "hours each", "GPU-hours", "from", "to"]
-    rows = [head, ["---", "---", *["---:"] * 6]]
+    rows = [["experiment", "card", "runs × GPUs", "GPU-hours"], ["---", "---", "---:", "---:"]]
     for name in (*PAPER, *CARDS):
         plan = make_plan(experiment(name), gpu=CARDS.get(name, "h200"))
         train, total = stage(plan, "train"), plan["total"]
-        hours = " to ".join(dict.fromkeys(f"{hours:.3g}" for hours in train["hours_each"]))
-        numbers = [f"{number:,.0f}" for number in (total["gpu_hours"], *total["gpu_hours_range"])]
-        each = [f"`{name}`", plan["device"].split(" (")[0], str(train["jobs"]), str(train["gpus_each"]), hours]
-        rows.append([*each, *numbers])
+        low, high = (f"{hours:,.0f}" for hours in total["gpu_hours_range"])
+        card, gpus = plan["device"].split(" (")[0], f"{train['jobs']} × {train['gpus_each']}"
+        rows.append([f"`{name}`", card, gpus, f"{total['gpu_hours']:,.0f} ({low} to {high})"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -159,8 +159,8 @@ def fill(page: str, answers: Answers) -> str:
 
 
 def pages(root: Path) -> list[Path]:
-    """List the pages that may have marks, below the folder that holds docs/."""
-    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    """List the pages that may have marks: README.md, those of docs/, and those beside kept results."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md")), *root.glob("results/reference/*/README.md")]
 
 
 def read(docs: Path, results: Path, claims: list[dict[str, Any]]) -> Answers:

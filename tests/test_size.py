@@ -5,7 +5,7 @@ import io
 import subprocess
 import tokenize
 
-MOST = 18_200
+MOST = 18_190
 """Lowered as the number falls. 13,500 is the goal."""
 MOST_WORDS = 11_750
 """In docs/ without docs/keys.md, which is generated. Lowered as the number falls."""

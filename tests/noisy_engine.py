@@ -36,7 +36,8 @@ class NoisyEngine:
     def _response(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
         generator = torch.Generator().manual_seed(seed % 2**62)
         tokens, rows, sets = [], [], []
-        while len(tokens) < sampling.max_tokens and self._tokenizer.eos_token_id not in tokens:
+        end = None if sampling.to_the_end else self._tokenizer.eos_token_id
+        while len(tokens) < sampling.max_tokens and end not in tokens:
             logits = self._model(torch.tensor([prompt + tokens])).logits[0, -1].double()
             noise = self._sigma * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
             noisy = logits + noise

@@ -88,7 +88,6 @@ def test_the_core_alone_says_what_it_is(alone, isolated, option):
     [
         ("diagnose", ["diagnose-rollouts", "smollm2_fp8kv.jsonl"], "Engine smollm2_fp8kv: KL 0.032 nats per token"),
         ("diagnose", ["list"], "  10  -       tiny: Naive RLOO"),
-        ("diagnose", ["keys", "rho"], "GridEntry.rho: "),
         ("diagnose", ["plan"], "tiny on CPU core: "),
         ("mismatch", ["mismatch", "--model", "MODEL", "--engine", "fp32", "--count", "2"], "fp32"),
     ],

@@ -86,9 +86,7 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
     """Measure, print the table and write the JSON file. Raises DvpError if the base model does not exist."""
     configure_environment(threads)
     torch.set_num_threads(threads)
-    directory = ExperimentDir(config)
-    if not directory.result("base").is_file():
-        raise DvpError(f"{directory.result('base')}: no such file; `dvp base` makes the model to measure with")
+    directory = experiment_of(config)
     loops = loops_of(directory)
     rival = PlainTransformers(directory.base, directory.experiment)
     measured = [_round(loops, rival, step) for step in range(1, WARM_UP + rounds + 1)][WARM_UP:]
@@ -342,12 +340,17 @@ def vllm_alone(loop: "Loop", rows: list[int], step: int) -> list:
     return [output.outputs for output in outputs]
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description="Measure a training step against plain vLLM and transformers.")
+def run(measure: Callable[[Path, Path, int, int], None], description: str, output: Path, rounds: int) -> None:
+    """Read --config, --output, --rounds and --threads, of which two have these defaults, and measure.
+
+    Exits with a line if an option, the experiment or its base model is not as expected.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="results/EXPERIMENT/config.yaml")
-    parser.add_argument("--output", type=Path, metavar="FILE", default=Path("results/bench/step.json"))
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="steps that are timed (default: 8)")
+    parser.add_argument("--output", type=Path, metavar="FILE", default=output)
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, metavar="N", help=f"steps that are timed (default: {rounds})"
+    )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="processor threads (default: 1)")
     options = parser.parse_args()
     for name in ("rounds", "threads"):
@@ -355,10 +358,18 @@ def main() -> None:
             parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
     quiet()
     try:
-        bench(options.config, options.output, options.rounds, options.threads)
+        measure(options.config, options.output, options.rounds, options.threads)
     except DvpError as error:
         sys.exit(f"error: {error}")
 
 
+def experiment_of(config: Path) -> ExperimentDir:
+    """Return the folder of an experiment. Raises DvpError if its base model does not exist."""
+    directory = ExperimentDir(config)
+    if not directory.result("base").is_file():
+        raise DvpError(f"{directory.result('base')}: no such file; `dvp base` makes the model to measure with")
+    return directory
+
+
 if __name__ == "__main__":
-    main()
+    run(bench, "Measure a training step against plain vLLM and transformers.", Path("results/bench/step.json"), 8)

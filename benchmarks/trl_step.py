@@ -8,8 +8,8 @@ products: vLLM's own API, and transformers with PyTorch's AdamW. All have the sa
 learning rate of 0. TRL is in envs/dev.txt.
 """
 
-import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.benchmark import timer  # waits for the GPU
 
-from benchmarks.step import PlainTransformers, loops_of, vllm_alone
-from dvp.cli import quiet
+from benchmarks.step import PlainTransformers, experiment_of, loops_of, run, vllm_alone
 from dvp.core.batch import Batch
 from dvp.data.verifier import grade
+from dvp.errors import DvpError
 from dvp.experiment.config import Experiment
 from dvp.experiment.folder import ExperimentDir
 from dvp.files import write_json
@@ -43,7 +43,9 @@ def bench(config: Path, output: Path, rounds: int, threads: int) -> None:
     """Measure, print a line for each product and write the JSON file."""
     configure_environment(threads)
     torch.set_num_threads(threads)
-    directory = ExperimentDir(config)
+    if find_spec("trl") is None:
+        raise DvpError("TRL is not installed; expected envs/dev.txt to be")
+    directory = experiment_of(config)
     with TemporaryDirectory() as folder:
         # TRL before DeepSpeed, whose group of one process accelerate would take for a distributed run.
         turns = _Turns(directory, rounds)
@@ -180,17 +182,5 @@ def _grpo_trainer(directory: ExperimentDir, folder: Path, steps: int, turns: _Tu
     )
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description="Measure a training step against TRL, vLLM and transformers.")
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="results/EXPERIMENT/config.yaml")
-    parser.add_argument("--output", type=Path, metavar="FILE", default=Path("results/bench/trl_step.json"))
-    parser.add_argument("--rounds", type=int, default=6, metavar="N", help="steps that are timed (default: 6)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="processor threads (default: 1)")
-    options = parser.parse_args()
-    quiet()
-    bench(options.config, options.output, options.rounds, options.threads)
-
-
 if __name__ == "__main__":
-    main()
+    run(bench, "Measure a training step against TRL, vLLM and transformers.", Path("results/bench/trl_step.json"), 6)

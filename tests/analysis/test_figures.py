@@ -10,8 +10,8 @@ import pytest
 from made_up_results import CLAIMS, CONFIG, make_experiment
 
 from dvp.analysis import figures, series
-from dvp.analysis.charts import BELOW
 from dvp.analysis.claims import load_file
+from dvp.analysis.drawing import BELOW
 from dvp.analysis.looks import Looks
 from dvp.analysis.pages import FIGURES, TABLES
 from dvp.analysis.statistics import Statistic

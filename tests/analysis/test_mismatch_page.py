@@ -216,3 +216,13 @@ def test_the_pages_numbers_are_estimates_too(rules):
     assert known["kept_forecast", "fp8", "MIS", "512"].value == found[1].kept["MIS"][512]
     assert ("kl_beyond_weights", "bf16") in known
     assert ("kl_beyond_weights", "fp8") not in known
+
+
+def test_a_single_response_has_no_interval(rules):
+    stack = Stack("bf16", sampled(np.full((1, TOKENS), 0.1)))
+    value, low, high = stack.kl()
+    assert value > 0
+    assert math.isnan(low)
+    assert math.isnan(high)
+    note = summary([stack], [numbers(stack, rules)], "made up").notes[-1]
+    assert "95 % interval over problems: bf16 none." in note

@@ -117,3 +117,15 @@ def test_how_far_both_moved_is_there_by_step(tmp_path):
     ]
     assert [(one.where["seed"], one.where["step"], one.value) for one in apart] == [("3", "1", 0.01), ("3", "10", 0.1)]
     assert (apart[1].low, apart[1].high) == pytest.approx((0.1 - 0.00196, 0.1 + 0.00196), abs=1e-6)
+
+
+def test_a_problem_counts_as_mixed_whose_samples_are_neither_all_right_nor_all_wrong(tmp_path):
+    experiment = make_experiment()
+    results = Results(experiment, tmp_path)
+    correct = np.zeros((4, 8), dtype=bool)
+    correct[1, :3] = correct[2] = correct[3, 7] = True  # none, three, all, one of eight
+    results.write_evaluation(None, correct)
+    found, _ = training_part(experiment, results.folder)
+    [base] = [one for one in found if one.name == "mixed_at_k" and one.where == where_of(experiment, None)]
+    assert base.value == 0.5
+    assert base.low < 0.5 < base.high

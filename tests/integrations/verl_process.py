@@ -41,39 +41,46 @@ class PlatformCPU(PlatformCUDA):
         return "gloo"
 
 
-set_platform(PlatformCPU())  # before verl's modules ask for it
-patches.is_trl_available = lambda: False  # verl 0.9.1 imports from TRL what TRL 1.16 does not have
+def main(folder: str, *overrides: str) -> None:
+    """Take the step and write what verl's actor says of it."""
+    set_platform(PlatformCPU())  # before verl's modules ask for it
+    patches.is_trl_available = lambda: False  # verl 0.9.1 imports from TRL what TRL 1.16 does not have
 
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry  # noqa: E402
-from verl.utils import tensordict_utils  # noqa: E402
-from verl.workers.engine import EngineRegistry  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
-from verl.workers.engine_workers import ActorRolloutRefWorker  # noqa: E402
-from verl.workers.utils.padding import left_right_2_no_padding  # noqa: E402
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+    from verl.utils import tensordict_utils
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+    from verl.workers.utils.padding import left_right_2_no_padding
 
-EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")(FSDPEngineWithLMHead)
-folder, *overrides = sys.argv[1:]
-sys.path.insert(0, os.getcwd())
-with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", overrides=overrides)
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-worker = ActorRolloutRefWorker(config=config.actor_rollout_ref, role="actor")
-worker.init_model()
-columns = torch.load(Path(folder, "batch.pt"))
-size = len(columns["responses"])
-batch = left_right_2_no_padding(TensorDict(columns, batch_size=size))
-# As verl's trainer asks for a step of the whole batch.
-tensordict_utils.assign_non_tensor(
-    batch,
-    temperature=config.actor_rollout_ref.rollout.temperature,
-    calculate_entropy=False,
-    compute_loss=True,
-    global_batch_size=size,
-    mini_batch_size=size,
-    dataloader_kwargs={"shuffle": False},
-    distillation_use_topk=False,
-    distillation_only=False,
-)
-metrics = tensordict_utils.get(worker.update_actor(batch), "metrics")
-result = {name: float(metrics[name][0]) for name in ("loss", "grad_norm", "actor/dvp_kept", "actor/dvp_outside_safe")}
-Path(folder, "result.json").write_text(json.dumps(result | {"loops": list(_agent_loop_registry)}))
+    EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")(FSDPEngineWithLMHead)
+    sys.path.insert(0, os.getcwd())
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=overrides)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    worker = ActorRolloutRefWorker(config=config.actor_rollout_ref, role="actor")
+    worker.init_model()
+    columns = torch.load(Path(folder, "batch.pt"))
+    size = len(columns["responses"])
+    batch = left_right_2_no_padding(TensorDict(columns, batch_size=size))
+    # As verl's trainer asks for a step of the whole batch.
+    tensordict_utils.assign_non_tensor(
+        batch,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        calculate_entropy=False,
+        compute_loss=True,
+        global_batch_size=size,
+        mini_batch_size=size,
+        dataloader_kwargs={"shuffle": False},
+        distillation_use_topk=False,
+        distillation_only=False,
+    )
+    metrics = tensordict_utils.get(worker.update_actor(batch), "metrics")
+    result = {
+        name: float(metrics[name][0]) for name in ("loss", "grad_norm", "actor/dvp_kept", "actor/dvp_outside_safe")
+    }
+    Path(folder, "result.json").write_text(json.dumps(result | {"loops": list(_agent_loop_registry)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

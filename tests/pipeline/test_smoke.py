@@ -161,19 +161,25 @@ def test_the_report_is_linked_to_all_runs_and_the_files_hold_what_mlflow_has(cop
     assert all(set(ids[stage]).isdisjoint(others[stage]) for stage in expected)
 
 
-def test_the_benchmark_of_a_step_measures_this_experiment(copy, root, tmp_path):
-    """Not how large its ratios are: a small run on a busy machine cannot say that."""
-    output = tmp_path / "step.json"
+def benchmark(name, copy, root, tmp_path):
+    """Run a benchmark for one round; its process and the result."""
+    output = tmp_path / f"{name}.json"
     arguments = ["--config", copy.smoke / "config.yaml", "--output", output, "--rounds", "1"]
     done = subprocess.run(
-        [sys.executable, root / "benchmarks/step.py", *map(str, arguments)],
+        [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)],
+        cwd=root,
         check=False,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(output.read_text())
+    return done, json.loads(output.read_text())
+
+
+def test_the_benchmark_of_a_step_measures_this_experiment(copy, root, tmp_path):
+    """Not how large its ratios are: a small run on a busy machine cannot say that."""
+    done, result = benchmark("step", copy, root, tmp_path)
     assert set(result["ratios"]) == {"update", "rollout", "step", "padding"}
     for ratio in [*result["ratios"].values(), *result["one_pass"].values(), result["forward"]]:
         assert ratio["median"] == ratio["values"][0] >= 0
@@ -189,18 +195,7 @@ def test_the_benchmark_of_a_step_measures_this_experiment(copy, root, tmp_path):
 
 def test_a_step_is_timed_beside_trls(copy, root, tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed")
-    output = tmp_path / "trl_step.json"
-    arguments = ["--config", copy.smoke / "config.yaml", "--output", output, "--rounds", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.trl_step", *map(str, arguments)],
-        cwd=root,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(output.read_text())
+    _, result = benchmark("trl_step", copy, root, tmp_path)
     assert result["over_dvp"] == {
         name: [result["seconds"][name] / result["seconds"]["dvp"]] for name in ("TRL", "bare")
     }

@@ -65,7 +65,7 @@ class Column:
     optional: bool = False
     """Whether the column is left out if no row has a value."""
     mark: Callable[[Row, Any, str], str] = lambda row, cell, text: text
-    """What is shown instead of a cell's text."""
+    """Replace a cell's text, given its row, the cell and the text."""
 
     def shown(self, row: Row, cell: Any) -> str:
         """Format a cell."""

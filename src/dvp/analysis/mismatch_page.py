@@ -69,10 +69,15 @@ class Stack:
         return np.expm1(self.log_ratio_N) - self.log_ratio_N
 
     def kl(self) -> tuple[float, float, float]:
-        """Return the mean KL over tokens and its 95 % bootstrap interval over problems (responses, if only one)."""
+        """Return the mean KL over tokens and its 95 % bootstrap interval over problems (responses, if only one).
+
+        The interval is NaN if there is a single response.
+        """
         problems = self.tokens.get("problem", pd.Series(dtype=object)).nunique()
         unit = "problem" if problems > 1 else "response"
         sums = pd.DataFrame({"unit": self.tokens[unit], "kl": self.kl_N, "tokens": 1.0}).groupby("unit").sum()
+        if len(sums) == 1:
+            return float(self.kl_N.mean()), math.nan, math.nan
         draws = bootstrap.draws(1, len(sums), RESAMPLES, 0, shared=False)
         kl_R, tokens_R = (draws.count_RU @ sums.to_numpy()).T
         return draws.estimate(kl_R / tokens_R)
@@ -175,7 +180,8 @@ def summary(stacks: list[Stack], found: list[Numbers], title: str) -> Formatted:
         numbers += [f"{np.abs(stack.log_ratio_N).max():.2g}", percent(own.kept["MIS"][LENGTHS[-1]])]
         outside = percent(max(own.outside.values())[0]) if own.outside else EMPTY
         rows.append([stack.engine, *numbers, outside, verdict(own)])
-        intervals.append(f"{stack.engine} [{', '.join(f'{end:.2g}' for end in stack.kl()[1:])}]")
+        low, high = stack.kl()[1:]
+        intervals.append(f"{stack.engine} [{low:.2g}, {high:.2g}]" if math.isfinite(low) else f"{stack.engine} none")
     note = (
         f"KL(q‖p) of engine q and trainer p, nats; 95 % interval over problems: {'; '.join(intervals)}. "
         "itself: the trainer's own noise, in bf16 and in another batch shape; a finer engine than bf16, such as fp16, "

@@ -10,6 +10,7 @@ from dvp.analysis.estimates import (
     Estimate,
     contrast,
     contrasts,
+    mean,
     over_model,
     over_seeds,
     score,
@@ -59,7 +60,8 @@ _BETWEEN = {
 def statistics(experiment: Experiment, reader: Reader) -> Iterator[Statistic]:
     """Yield the score of the base model, and of every grid point its score, last steps, growth of k3, and cost.
 
-    score (fraction), seed_score of each seed, pass_at_k, maj_at_k (not with data.reward); score_change_percent against
+    score (fraction), seed_score of each seed, pass_at_k, maj_at_k (not with data.reward); mixed_at_k, the share of
+    problems with correct and wrong samples, as a group must have to be learned from; score_change_percent against
     the reference; score_over_reference; score_over_unpruned of points with a safe vocabulary, against the same without;
     score_over_rloo of points with another baseline, against the same with RLOO's (fractions);
     smallest_change_percent and smallest_effect, how large a change or score_over_unpruned would have to be for the
@@ -91,6 +93,9 @@ def _scores(
         value, unit = math.fsum(scored.scores[key]) / len(scored.scores), f"{key}@{k}, fraction"
         if not math.isnan(value):
             yield without_interval(f"{key}_at_k", where, value, unit, "mean over seeds", sources)
+    share_SP = scored.share_SP["all"]
+    mixed = mean(experiment, ((share_SP > 0) & (share_SP < 1)).astype(float), sources)
+    yield mixed.statistic("mixed_at_k", where, f"share of problems with both rewards in {k} samples", how, "share")
     for row in scored.scores.itertuples():
         seed = where | {"seed": "none" if point is None else str(row.seed)}
         yield without_interval("seed_score", seed, row.avg, f"avg@{k}, fraction", "a single run", sources)

@@ -111,10 +111,10 @@ class ReportConfig(Strict):
     reached_within: Annotated[float, Field(ge=0)] = optional(2.0)
     """A run has reached the reference's final score when it is at most so many points (%) below it."""
     primary: Distinct[GridPoint] = optional([])
-    """Of several base models, the points whose differences from the reference are tested together, by Holm's procedure;
+    """Test the differences of these points from the reference together, by Holm's procedure, over several base models;
     all other differences are exploratory."""
     equivalent_within: Annotated[float, Field(gt=0)] | None = optional()
-    """Of several base models, the difference of scores (%) up to which a method and the same without a safe vocabulary
-    count as equal, for which two one-sided t tests are made."""
+    """Test, by two one-sided t tests over several base models, that the scores of a method and of the same without a
+    safe vocabulary differ by less than so many points (%)."""
     declarations: list[Line] = []
     """Sentences that stand under every table, such as how the base model was made."""

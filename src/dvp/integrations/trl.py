@@ -16,6 +16,7 @@ import trl
 from accelerate.utils import gather_object, is_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
+from trl.trainer import utils
 
 from dvp.core.advantages import ADVANTAGES
 from dvp.core.batch import Batch, Rollout, unflatten
@@ -26,10 +27,8 @@ from dvp.core.update import make_update
 from dvp.errors import DvpError
 
 VERSION = "1.16."
-if not trl.__version__.startswith(VERSION):
+if not trl.__version__.startswith(VERSION):  # here, as others lack parts of `utils` that are used below
     raise DvpError(f"TRL is {trl.__version__}; expected {VERSION}x: others differ within")
-
-from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, nanmax, nanmin  # noqa: E402
 
 ASKED = ("min_p", "temperature", "top_p", "top_k", "repetition_penalty")
 # Sampling parameters of transformers and vLLM that change no token's distribution, and the values that turn others off.
@@ -87,7 +86,7 @@ class MismatchTrainer(trl.GRPOTrainer):
                 return theirs(*inputs, **kwargs)
             scored_BL = (target_BL := kwargs.pop("labels")[:, 1:]) != -100
             hidden_BLH = model.base_model(*inputs, **kwargs, use_cache=False).last_hidden_state[:, :-1]
-            with maybe_gather_lm_head_ctx(weight := model.get_output_embeddings().weight):
+            with utils.maybe_gather_lm_head_ctx(weight := model.get_output_embeddings().weight):
                 # The weight must stay whole until the backward pass: FSDP holds a shard of it, and ZeRO-3 (which sets
                 # ds_id) empties it again.
                 whole_VH = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -98,7 +97,7 @@ class MismatchTrainer(trl.GRPOTrainer):
             of_tokens = (log_prob_N, found.pruned_entropy, found.target_in_safe, found.pruned_sum_p_squared)
             log_prob_BL, entropy_BL, *others = (unflatten(values_N, scored_BL) for values_N in of_tokens)
             self._scored.append(others)
-            return FusedCausalLMOutput(log_probs=log_prob_BL, entropy=entropy_BL)
+            return utils.FusedCausalLMOutput(log_probs=log_prob_BL, entropy=entropy_BL)
 
         model.forward = forward
 
@@ -193,7 +192,7 @@ class MismatchTrainer(trl.GRPOTrainer):
         least, largest = values_N.aminmax() if len(values_N) else (values_N.new_tensor(math.nan),) * 2
         of_process = torch.stack([values_N.sum(), values_N.new_tensor(len(values_N)), least, largest])
         total_P, count_P, least_P, largest_P = self.accelerator.gather(of_process[None]).T
-        found = {"mean": total_P.sum() / count_P.sum(), "min": nanmin(least_P), "max": nanmax(largest_P)}
+        found = {"mean": total_P.sum() / count_P.sum(), "min": utils.nanmin(least_P), "max": utils.nanmax(largest_P)}
         for statistic, name in names.items():
             self._metrics[mode][name].append(found[statistic].item())
 

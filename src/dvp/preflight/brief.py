@@ -62,6 +62,7 @@ def brief(experiment: Experiment) -> Experiment:
             "checkpoint_every": STEPS,
             "synchronise_every": 1,
             "warmup_steps": 0,
+            "drift_every": None,
             "learning_rate": max(experiment.training.learning_rate, LEARNING_RATE),
         }
     )

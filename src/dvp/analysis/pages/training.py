@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 def main_table(report: Report) -> Layout:
     """Held-out scores of {experiment}: the base model, then one row for each method, training engine, ρ and training
     settings (where these differ), each model at the end of its training. avg@k, pass@k and maj@k are means over the
-    training seeds; all models are sampled with the same fp32 engine. Brackets are 95 % intervals over problems and
-    training seeds; with fewer than three seeds they are over problems alone and do not cover what another training run
-    would change, for which see the scores per seed. The change is relative to the reference (ref.), naive RLOO on its
-    mismatched engine, and its interval is paired: all rows use the same problems and seeds. The control is trained
-    without the mismatch. The notes of the table (tables/main_table.md) state the scale here.
+    training seeds; all models are sampled with one engine, which the notes name. Brackets are 95 % intervals over
+    problems and training seeds; with fewer than three seeds they are over problems alone and do not cover what another
+    training run would change, for which see the scores per seed. The change is relative to the reference (ref.), and
+    its interval is paired: all rows use the same problems and seeds. The control is trained without the mismatch. The
+    notes of the table (tables/main_table.md) state the scale here.
     """
 
     def collapsed(one: Statistic) -> str:

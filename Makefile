@@ -64,7 +64,7 @@ test-all: install
 test-verl: install
 	@$(BIN)/python -m venv .verl && .verl/bin/pip install --quiet --no-deps -r envs/verl.txt
 	@cd $(VENV)/lib/python3.11/site-packages && pwd >"$(CURDIR)/.verl/lib/python3.11/site-packages/dvp.pth"
-	PYTHONPATH=src .verl/bin/python -m pytest -q tests/integrations/test_verl.py
+	PYTHONPATH="$(CURDIR)/src" .verl/bin/python -m pytest -q tests/integrations/test_verl.py
 
 check: install
 	$(BIN)/ruff format --check .

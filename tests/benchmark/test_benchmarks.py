@@ -63,6 +63,11 @@ def test_the_page_has_the_kept_numbers_of_the_head(root):
     assert page.partition("<!--head-->\n")[2].partition("\n<!--/head-->")[0] == page_table(result)
 
 
+def test_the_page_has_the_kept_numbers_of_a_step_beside_trl(root):
+    result = json.loads((root / "results/reference/bench/trl_step.json").read_text())
+    assert f"```text\n{trl_step.format_table(result)}\n```" in (root / "docs/performance.md").read_text()
+
+
 @pytest.fixture
 def measuring(tmp_path, root):
     """Starts the measurement of a GPU, at sizes for a CPU; it, and the file of its lines."""
